@@ -1,0 +1,290 @@
+"""The ticket lab: create one review ticket, and still exactly one after any crash.
+
+This file puts the parts together: the command line, the ticket tool and the contract. It decides nothing; what happens
+next is the machine's business, what is true is the journal's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import miniharness
+import model as model_side
+from miniharness import faults
+from miniharness.contract import Budget, Contract, Tool
+from miniharness.engine import Answer, Ports, drive
+from miniharness.errors import ContractMismatch, HarnessError, Interrupted, ToolUnavailable, UsageError
+from miniharness.machine import FINAL, Outcome, Run, State
+from miniharness.mcp.child import Child
+from miniharness.mcp.session import CallFailed, Session, http_session, stdio_session
+from miniharness.mcp.wire import EPOCH_META, KEY_META, TOKEN, Limits
+from miniharness.models import anthropic, scripted
+from miniharness.report import exit_code, nothing, report, summary
+from store import Found, Runs
+
+RUN = "review-001"
+GOAL = {"source": "source-001", "title": "核验 Agent Harness 资料"}
+TOOL = Tool(name="create_review_ticket", resource="ticket", fences=True, deduplicates=True)
+COMMAND = "python lab.py"
+SERVER = Path(__file__).with_name("server.py")
+
+NEEDS = {
+    "lookup_review_ticket": frozenset({"operation_key"}),
+    "create_review_ticket": frozenset({"operation_key", "source", "title"}),
+}
+CLEAN = frozenset({"invalid", "conflict", "stale"})
+"""The error codes with which our own server says that a write certainly did not happen."""
+
+
+class TicketTool:
+    """The server's two tools as the engine's one: a write and its look-up, by operation key."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    async def connect(self) -> dict[str, Any]:
+        """Shake hands and find both tools."""
+        return await self._session.connect(NEEDS)
+
+    async def look_up(self, key: str, epoch: int) -> dict[str, Any] | None:
+        """The ticket of that key; every write older than `epoch` is refused from now on."""
+        try:
+            found = await self._call("lookup_review_ticket", key, epoch, {})
+        except CallFailed as error:
+            raise ToolUnavailable(f"the ticket could not be looked up ({error.reason}); nothing was decided") from error
+        return found.ticket.model_dump() if found.ticket else None
+
+    async def dispatch(self, key: str, action: Mapping[str, Any], epoch: int) -> Answer:
+        """Create the ticket; whatever comes back, only a look-up will tell."""
+        try:
+            await self._call("create_review_ticket", key, epoch, action)
+        except CallFailed as error:
+            if not error.sent:
+                return Answer(Outcome.UNSENT, error.reason)
+            return Answer(Outcome.REFUSED if error.error.get("code") in CLEAN else Outcome.UNKNOWN, error.reason)
+        return Answer(Outcome.RETURNED)
+
+    async def _call(self, name: str, key: str, epoch: int, action: Mapping[str, Any]) -> Found:
+        meta = {EPOCH_META: epoch, KEY_META: key}
+        return await self._session.call(name, {"operation_key": key, **action}, Found, meta)
+
+
+def session_for(state_dir: Path, url: str | None = None, fault: str | None = None) -> Session:
+    """A session with the ticket server: our own child, which starts now, or the running one at `url`.
+
+    Raises:
+        ToolUnavailable: the child cannot be started.
+        UsageError: there is no token for `url`.
+    """
+    if url:
+        if not os.environ.get(TOKEN):
+            raise UsageError(f"--url needs the server's bearer token in the environment variable {TOKEN}")
+        return http_session(url, os.environ[TOKEN], Limits())
+    env = {faults.ENVIRONMENT: fault} if fault == faults.SERVER_AFTER_COMMIT else {}
+    child = Child([sys.executable, str(SERVER), "--db", str(state_dir / "tickets.sqlite")], env)
+    return stdio_session(child, Limits())
+
+
+def contract_for(
+    stored: Run | None,
+    expected: Mapping[str, str] | None,
+    *,
+    provider: str | None,
+    model: str | None,
+    budget: Budget | None,
+    deadline: float | None,
+) -> Contract:
+    """The contract that is asked for; what is not said is as the stored run has it, or the default for a new one.
+
+    Raises:
+        UsageError: names the field and the rule it breaks.
+    """
+    was = stored.contract if stored else None
+    goal = model_side.validate_action({**(was.goal if was else GOAL), **(expected or {})})
+    provider = provider or (was.provider if was else "fixture")
+    if provider not in model_side.PROVIDERS:
+        raise UsageError(f"--provider {provider!r} is not known; choose one of {', '.join(model_side.PROVIDERS)}")
+    if not model and was and was.provider == provider:
+        model = was.model
+    elif not model and provider == "anthropic":
+        raise UsageError("--provider anthropic needs --model NAME")
+    return Contract(
+        goal=dict(goal),
+        tool=TOOL,
+        provider=provider,
+        model=model or scripted.MODEL,
+        budget=budget or (was.budget if was else Budget()),
+        deadline=deadline if deadline is not None or was is None else was.deadline,
+        command=COMMAND,
+    )
+
+
+async def execute(
+    state_dir: Path,
+    *,
+    run: str = RUN,
+    expected: Mapping[str, str] | None = None,
+    provider: str | None = None,
+    model: str | None = None,
+    execute_write: bool = False,
+    url: str | None = None,
+    fault: str | None = None,
+    take_over: bool = False,
+    budget: Budget | None = None,
+    deadline: float | None = None,
+) -> dict[str, Any]:
+    """Take the run as far as it goes and return its report: the JSON object of `lab.py --json`.
+
+    Opens the run or continues the stored one; a finished run is only read. `execute_write` is the permit. `deadline`
+    is in seconds since 1970. A run that stopped early is reported under `interrupted`, not raised.
+
+    Raises:
+        UsageError, ContractMismatch: the call is wrong; nothing was changed.
+        StoreError: the journal itself cannot be opened or read.
+    """
+    runs = Runs(state_dir)
+    try:
+        contract = contract_for(
+            runs.get(run), expected, provider=provider, model=model, budget=budget, deadline=deadline
+        )
+        stopped = None
+        try:
+            opened = runs.open(run, contract, take_over)
+            if opened.state not in FINAL:
+                await _drive(runs, opened, execute_write, url, fault)
+        except (UsageError, ContractMismatch):
+            raise
+        except HarnessError as error:
+            stopped = error
+        return report(runs, run, stopped, permit=execute_write, flags=_flags(url))
+    finally:
+        runs.close()
+
+
+async def _drive(runs: Runs, run: Run, permit: bool, url: str | None, fault: str | None) -> None:
+    contract = run.contract
+    if run.state is State.NEW and contract.provider == "anthropic":
+        anthropic.require_key()  # before a request is debited
+    async with session_for(runs.folder, url, fault) as session:
+        propose = partial(model_side.propose, provider=contract.provider, model=contract.model)
+        await drive(runs, run, Ports(propose, faults.FaultyTool(TicketTool(session), fault)), permit)
+
+
+def _flags(url: str | None) -> str:
+    return f" --transport http --url {url}" if url else ""
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lab.py", description="Create one review ticket, crash-recoverably.")
+    add = parser.add_argument
+    add("--state-dir", type=Path, required=True, metavar="DIR", help="where both databases live; made if missing")
+    add("--run", default=RUN, metavar="ID", help="the run's name (default: %(default)s)")
+    add("--source", metavar="S", help=f"goal: the source (default for a new run: {GOAL['source']})")
+    add("--title", metavar="T", help=f"goal: the title (default for a new run: {GOAL['title']})")
+    add("--execute", action="store_true", help="the permit: this command may write")
+    add("--provider", choices=model_side.PROVIDERS, help="who proposes (default for a new run: fixture)")
+    add("--model", metavar="NAME", help="the provider's model")
+    add("--dispatches", type=int, metavar="N", help="budget: at most N writes are sent (default: 3)")
+    add("--model-requests", type=int, metavar="N", help="budget: the model is asked at most N times (default: 5)")
+    add("--deadline", type=datetime.fromisoformat, metavar="TIME", help="ISO 8601; nothing new begins after it")
+    add("--transport", choices=("stdio", "http"), default="stdio", help="how to reach the ticket server")
+    add("--url", metavar="URL", help=f"of a running HTTP server; its token is read from {TOKEN}")
+    add("--fault", choices=faults.POINTS, help="die at this point, to see the recovery")
+    add("--take-over", action="store_true", help="take the run from an owner that lives but is stuck")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--version", action="version", version=f"Mini Harness {miniharness.__version__}")
+    return parser
+
+
+def _arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `execute`."""
+    if (args.transport == "http") != bool(args.url):
+        raise UsageError("--transport http and --url URL belong together")
+    if args.url and args.fault == faults.SERVER_AFTER_COMMIT:
+        raise UsageError(f"--fault {args.fault} needs our own server; leave out --transport http")
+    named = {"dispatches": args.dispatches, "model_requests": args.model_requests}
+    limits = {name: value for name, value in named.items() if value is not None}
+    if bad := [name for name, value in limits.items() if not 1 <= value <= 1000]:
+        raise UsageError(f"--{bad[0].replace('_', '-')} must be from 1 to 1000")
+    goal = {"source": args.source, "title": args.title}
+    return {
+        "run": args.run,
+        "expected": {field: value for field, value in goal.items() if value is not None},
+        "provider": args.provider,
+        "model": args.model,
+        "execute_write": args.execute,
+        "url": args.url,
+        "fault": args.fault,
+        "take_over": args.take_over,
+        "budget": Budget(**limits) if limits else None,
+        "deadline": args.deadline.timestamp() if args.deadline else None,
+    }
+
+
+async def _until_signalled(work: Any) -> dict[str, Any]:
+    """Await `work`; the first SIGINT or SIGTERM cancels it, a second one ends the process at once."""
+    task = asyncio.ensure_future(work)
+    received: list[str] = []
+
+    def stop(number: signal.Signals) -> None:
+        if received:
+            os._exit(Interrupted.exit_code)
+        received.append(number.name)
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        result: dict[str, Any] = await task
+        return result
+    except asyncio.CancelledError:
+        raise Interrupted(f"interrupted by {received[0]}") from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    args = _parser().parse_args(argv)
+    error: HarnessError | None = None
+    try:
+        result = asyncio.run(_until_signalled(execute(args.state_dir, **_arguments(args))))
+    except HarnessError as stopped:
+        error, result = stopped, _as_stored(args, stopped)
+        print(f"lab.py: {stopped}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(result, ensure_ascii=False))
+    elif error is None or isinstance(error, Interrupted):
+        print(summary(result, TOOL.resource))
+    return exit_code(result)
+
+
+def _as_stored(args: argparse.Namespace, error: HarnessError) -> dict[str, Any]:
+    """The report of a run that the command could not take further."""
+    try:
+        runs = Runs(args.state_dir)
+        try:
+            return report(runs, args.run, error, permit=args.execute, flags=_flags(args.url))
+        finally:
+            runs.close()
+    except HarnessError:
+        return nothing(args.run, "the journal cannot be read", {"error": type(error).__name__, "message": str(error)})
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # everything is on disk; the SDK's teardown would take longer than the run

@@ -1,0 +1,126 @@
+"""One SQLite file: opened safely, migrated, used one transaction at a time, and every failure of it one clear error.
+
+Knows no table. `Runs` and the lab's `Tickets` each own one.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from miniharness.errors import StoreError
+
+BUSY_TIMEOUT_S = 5.0
+
+_ADVICE = {
+    sqlite3.SQLITE_BUSY: "another program holds it locked; end that program, then run the same command again",
+    sqlite3.SQLITE_LOCKED: "another program holds it locked; end that program, then run the same command again",
+    sqlite3.SQLITE_FULL: "the disk is full; make room, then run the same command again",
+    sqlite3.SQLITE_IOERR: "the disk failed or is full; make room or mend it, then run the same command again",
+    sqlite3.SQLITE_READONLY: "it cannot be written; make it and its folder writable, then run the same command again",
+    sqlite3.SQLITE_CANTOPEN: "it cannot be opened; check the folder and its permissions",
+    sqlite3.SQLITE_CORRUPT: "it is damaged; keep it as it is and restore a backup",
+    sqlite3.SQLITE_NOTADB: "it is not a SQLite database; keep it as it is and restore a backup, or use another folder",
+}
+
+
+class Database:
+    """An open SQLite file in WAL mode with `synchronous=full`: what is committed survives a power loss.
+
+    `migrations` is append-only; the position of the last one applied is the file's `user_version`. Use it from one
+    thread at a time.
+
+    Raises:
+        StoreError: the file is damaged, locked, unwritable, of another program, or newer than this code. It is then
+            left exactly as it was.
+    """
+
+    def __init__(self, path: Path, application_id: int, migrations: Sequence[str]) -> None:
+        self.path = path
+        with self._clear_errors():
+            self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+            try:
+                self._adopt(application_id, migrations)
+            except BaseException:
+                self._connection.close()
+                raise
+
+    def _adopt(self, application_id: int, migrations: Sequence[str]) -> None:
+        version, owner = self.version, self._pragma("application_id")
+        tables = self._connection.execute("select count(*) from sqlite_schema").fetchone()[0]
+        if (owner, bool(tables)) not in ((application_id, True), (0, False)):
+            raise StoreError(f"{self.path} belongs to another program; use another folder")
+        if version > len(migrations):
+            raise StoreError(
+                f"{self.path} was written by a newer version (schema {version}, this one knows {len(migrations)}); "
+                "use that version"
+            )
+        self._connection.execute("pragma journal_mode = wal")
+        self._connection.execute("pragma synchronous = full")
+        self._connection.execute("pragma foreign_keys = on")
+        if version < len(migrations):
+            self._migrate(application_id, migrations)
+
+    def _migrate(self, application_id: int, migrations: Sequence[str]) -> None:
+        with self.transaction():
+            for position in range(self.version, len(migrations)):  # read again: another process may have been faster
+                for statement in migrations[position].split(";"):
+                    if statement.strip():
+                        self._connection.execute(statement)
+                self._connection.execute(f"pragma user_version = {position + 1}")
+            self._connection.execute(f"pragma application_id = {application_id}")
+
+    @property
+    def version(self) -> int:
+        """The number of migrations this file has seen."""
+        return self._pragma("user_version")
+
+    def _pragma(self, name: str) -> int:
+        return int(self._connection.execute(f"pragma {name}").fetchone()[0])
+
+    def execute(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] = ()) -> sqlite3.Cursor:
+        """Run one statement."""
+        with self._clear_errors():
+            return self._connection.execute(sql, parameters)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """One write transaction: everything inside is on disk when it ends, or nothing of it."""
+        with self._clear_errors():
+            self._connection.execute("begin immediate")
+            try:
+                yield
+                self._connection.execute("commit")  # on disk from here on
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    self._connection.execute("rollback")
+                raise
+
+    @contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; the rest is detail
+            raise StoreError(f"{self.path}: {_ADVICE.get(code, 'it failed')} ({error})") from error
+
+    def close(self) -> None:
+        """Close the file; committed work stays."""
+        self._connection.close()
+
+
+def inspect(path: Path) -> tuple[int, str]:
+    """The schema version of any SQLite file and "ok" or what its integrity check found; changes nothing."""
+    try:
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_TIMEOUT_S)
+        try:
+            version = int(connection.execute("pragma user_version").fetchone()[0])
+            found = [str(row[0]) for row in connection.execute("pragma integrity_check(3)")]
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        return 0, str(error)
+    return version, "; ".join(found)

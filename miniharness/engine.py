@@ -1,0 +1,131 @@
+"""The loop: the only place where machine, journal and the outside meet.
+
+Knows no tool protocol and no model provider; they come in through two ports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from miniharness.errors import ModelUnavailable, ProposalRejected
+from miniharness.machine import AskModel, Decide, Dispatch, Event, EventType, LookUp, Outcome, Run, Step, next_step
+from miniharness.runs import Runs
+
+MODEL_TIMEOUT_S = 120.0  # for one request in all, however slowly its bytes arrive
+
+Json = Mapping[str, Any]
+Model = Callable[[Json], tuple[Json, Json]]
+"""Takes the goal, asks once, and returns the validated action and the response's metadata.
+
+Raises:
+    ModelUnavailable: no answer; asking again can help.
+    ProposalRejected: an answer that is no acceptable proposal, or a request that can never get one.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is known of one dispatch; `message` is for the history, so it holds no secrets."""
+
+    outcome: Outcome
+    message: str = ""
+
+
+class Tool(Protocol):
+    """The write tool and its look-up."""
+
+    async def connect(self) -> Json:
+        """Make the tool ready; returns what the history should know of it (protocol version, server).
+
+        Raises:
+            ToolUnavailable: it cannot be used now, or is not the tool that was expected.
+        """
+
+    async def look_up(self, key: str, epoch: int) -> Json | None:
+        """The resource `{"id", "action"}` of that operation key, or None when it is not there.
+
+        Raises:
+            ToolUnavailable: nobody knows.
+        """
+
+    async def dispatch(self, key: str, action: Json, epoch: int) -> Answer:
+        """Send the write, once on the wire. Never raises for a failed call: that is an unknown outcome."""
+
+
+class Ports:
+    """The outside, one step at a time."""
+
+    def __init__(self, model: Model, tool: Tool) -> None:
+        self._model = model
+        self._tool = tool
+        self._connected = False
+
+    async def perform(self, step: Step) -> Event:
+        """Do what the step says, once, and return what happened."""
+        match step:
+            case Decide(event):
+                return event
+            case AskModel(goal):
+                return await self._ask(goal)
+            case LookUp() | Dispatch() if not self._connected:  # the machine will ask for the same step again
+                info = await self._tool.connect()
+                self._connected = True
+                return Event(EventType.CONNECTED, info)
+            case LookUp(key, epoch):
+                return Event(EventType.LOOKED_UP, {"key": key, "found": await self._tool.look_up(key, epoch)})
+            case Dispatch(key, epoch, action):
+                answer = await self._tool.dispatch(key, action, epoch)
+                return Event(EventType.DISPATCH_ANSWERED, {"outcome": answer.outcome, "message": answer.message})
+            case _:
+                raise AssertionError(f"{step} is not a step to perform")
+
+    async def _ask(self, goal: Json) -> Event:
+        try:
+            async with asyncio.timeout(MODEL_TIMEOUT_S):
+                proposal, metadata = await _in_a_thread(self._model, goal)
+        except ProposalRejected as error:
+            return Event(EventType.PROPOSAL_REJECTED, {"reason": str(error)})
+        except (ModelUnavailable, TimeoutError) as error:
+            message = str(error) or f"the model did not answer within {MODEL_TIMEOUT_S:.0f} s; try later"
+            raise ModelUnavailable(message, event=Event(EventType.MODEL_FAILED, {"message": message})) from error
+        return Event(EventType.PROPOSED, {"proposal": proposal, "metadata": metadata})
+
+
+async def _in_a_thread(model: Model, goal: Json) -> tuple[Json, Json]:
+    """Ask in a daemon thread: an interrupted command does not wait for an answer that nobody will read."""
+    future: Future[tuple[Json, Json]] = Future()
+    future.set_running_or_notify_cancel()  # so that a late answer finds its place even when nobody waits
+
+    def work() -> None:
+        try:
+            future.set_result(model(goal))
+        except BaseException as error:  # whatever it was, it belongs to the one who waits
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+async def drive(runs: Runs, run: Run, ports: Ports, permit: bool, now: Callable[[], float] = time.time) -> Run:
+    """Take a run that `runs.open` returned as far as it goes: to an end, or to where a person has to decide.
+
+    Raises:
+        HarnessError: it stopped early; the journal says how far it came, and opening it again continues from there.
+    """
+    try:
+        while not (step := next_step(run, permit, now())).halts:
+            event = await ports.perform(step)
+            run = await runs.record(run, event)
+        return run
+    except ModelUnavailable as stop:
+        if stop.event:
+            await runs.record(run, stop.event)
+        raise
+    finally:
+        runs.leave(run)

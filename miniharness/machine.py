@@ -1,0 +1,431 @@
+"""The machine: what a run is, what to do next, and what becomes of it. Pure: no I/O, no clock, no storage.
+
+Theory of operation
+-------------------
+A run moves through states; a state's name says what is certainly true. Two functions hold all of it:
+
+* `next_step(run, permit, now)` says what to do. A step is a request to the outside (ask the model, look up, dispatch),
+  a decision that only has to be written down, or a halt.
+* `evolve(run, event)` says what became of the run. It raises `IllegalMove`, and changes nothing, when the state does
+  not allow the event.
+
+The engine writes every event to disk before it asks for the next step, so a process can die between any two
+instructions and another one continues from the row:
+
+* Before a model request or a dispatch its debit is on disk. A process that dies afterwards has spent that unit:
+  N deaths can never buy N+1 requests.
+* The intent to dispatch stands in the same row as the debit. An intent without an answer *is* the unknown outcome;
+  no dying process has to write it down.
+* What was learned outside is good for one **epoch**. The epoch grows when a process takes the run over and after each
+  dispatch. `asked`, `intended` and `looked` hold the epoch in which they were written; once it has passed, the model
+  may be asked again (if the budget allows), the dispatch must not be sent, and the resource must be looked up again.
+  That is the whole recovery: there is no separate code path for it.
+* A look-up carries the epoch to the server, which then refuses every older request for that key. So *absent* means
+  "not there, and no older attempt can still land": it is **conclusive**. Where the server does not fence, an absent
+  is conclusive only if every attempt so far was refused or never left; otherwise it is inconclusive and never ends
+  the run as `cancelled` or `failed`.
+
+Whatever the write call answered, the next step is a look-up, and only the look-up compared with the goal
+(`check.differences`) makes a run `succeeded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from miniharness.check import describe, differences
+from miniharness.contract import Contract, canonical, digest
+from miniharness.errors import IllegalMove
+
+
+class State(StrEnum):
+    """Where a run is."""
+
+    NEW = "new"
+    PLANNED = "planned"
+    RECONCILING = "reconciling"
+    WAITING_EXECUTION = "waiting_execution"
+    DISPATCHING = "dispatching"
+    RECONCILE_REQUIRED = "reconcile_required"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+FINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED})
+
+CERTAIN: dict[State, str] = {
+    State.NEW: "the contract is stored; nothing was written",
+    State.PLANNED: "this proposal is the one; the model is never asked again for it; nothing was written",
+    State.RECONCILING: "the resource must be looked up before anything else",
+    State.WAITING_EXECUTION: "when last looked up, nothing was there; no permit to write was given",
+    State.DISPATCHING: "the intent and its debit are on disk; the write may have happened",
+    State.RECONCILE_REQUIRED: "when last looked up, nothing was there; going on needs a person's decision",
+    State.SUCCEEDED: "the resource was looked up and equals the goal",
+    State.FAILED: "the run has ended without the goal; nothing of it can still land",
+    State.CANCELLED: "nothing was written and nothing can still land",
+}
+
+
+class EventType(StrEnum):
+    """What can happen to a run; the values stand in the history."""
+
+    OPENED = "opened"
+    CLAIMED = "claimed"
+    CONNECTED = "connected"
+    MODEL_REQUESTED = "model_requested"
+    MODEL_FAILED = "model_failed"
+    PROPOSED = "proposed"
+    PROPOSAL_REJECTED = "proposal_rejected"
+    MODEL_BUDGET_SPENT = "model_budget_spent"
+    LOOKED_UP = "looked_up"
+    PERMIT_AWAITED = "permit_awaited"
+    DISPATCH_INTENDED = "dispatch_intended"
+    DISPATCH_ANSWERED = "dispatch_answered"
+    DEADLINE_PASSED = "deadline_passed"
+    CANCEL_REQUESTED = "cancel_requested"
+    GRANTED = "granted"
+    SETTLED = "settled"
+
+
+E = EventType
+_ALWAYS = {E.CLAIMED, E.CONNECTED, E.LOOKED_UP, E.CANCEL_REQUESTED, E.GRANTED}
+
+ALLOWED: dict[State, frozenset[EventType]] = {
+    State.NEW: frozenset(
+        _ALWAYS
+        | {E.MODEL_REQUESTED, E.MODEL_FAILED, E.PROPOSED, E.PROPOSAL_REJECTED, E.MODEL_BUDGET_SPENT, E.DEADLINE_PASSED}
+    ),
+    State.PLANNED: frozenset(_ALWAYS),
+    State.RECONCILING: frozenset(_ALWAYS | {E.PERMIT_AWAITED, E.DISPATCH_INTENDED, E.DEADLINE_PASSED}),
+    State.WAITING_EXECUTION: frozenset(_ALWAYS),
+    State.DISPATCHING: frozenset(_ALWAYS | {E.DISPATCH_ANSWERED}),
+    State.RECONCILE_REQUIRED: frozenset(_ALWAYS | {E.SETTLED}),
+    **{state: frozenset() for state in FINAL},
+}
+"""Which events a state allows. The few conditions that do not fit a table are `_CONDITIONS`, below `evolve`."""
+
+
+class Outcome(StrEnum):
+    """What is known of the last dispatch."""
+
+    NONE = "none"  # there was none
+    UNKNOWN = "unknown"  # it may have happened; also every intent without an answer
+    RETURNED = "returned"  # the tool answered as if it had happened
+    REFUSED = "refused"  # the tool refused it and is declared to do so cleanly
+    UNSENT = "unsent"  # the transport knows that no byte of it left
+
+
+CLEAN = frozenset({Outcome.REFUSED, Outcome.UNSENT})
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened; `detail` is a JSON object."""
+
+    type: EventType
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One durable execution as its row has it. `version` is the number of its last event."""
+
+    id: str
+    contract: Contract
+    state: State = State.NEW
+    reason: str = ""
+    version: int = 1
+    epoch: int = 1
+    owner: str = ""
+    dispatches_spent: int = 0
+    dispatches_limit: int
+    model_requests_spent: int = 0
+    asked: int = 0  # epoch in which a model request was debited and not yet answered
+    intended: int = 0  # epoch of the last intent to dispatch
+    looked: int = 0  # epoch in which the resource was last looked up and not there
+    doubtful: int = 0  # dispatches that had, or may have had, an effect
+    last: Outcome = Outcome.NONE
+    refusal: str = ""  # the tool's reason, when `last` is refused
+    cancel: bool = False  # a cancel was requested
+    settled_by: str | None = None  # the person whose word ended the run, instead of a check
+    proposal: Mapping[str, Any] | None = None
+    metadata: Mapping[str, Any] | None = None  # of the model's response
+    resource: Mapping[str, Any] | None = None  # as last found: {"id", "action"}
+    head: str = ""  # digest of the last event; kept by the journal
+
+    @property
+    def key(self) -> str:
+        """The operation key: the same for every attempt of this run, and made by nobody else."""
+        return f"{self.id}:{self.contract.tool.resource}"
+
+    @property
+    def conclusive(self) -> bool:
+        """Whether an absent resource also means that no older attempt can still land."""
+        return self.contract.tool.fences or self.doubtful == 0
+
+    @property
+    def may_dispatch(self) -> bool:
+        """Whether another dispatch is possible after an absent look-up, permit and deadline aside."""
+        return not self.cancel and self.dispatches_spent < self.dispatches_limit and self._repeatable
+
+    @property
+    def _repeatable(self) -> bool:
+        return self.conclusive or self.contract.tool.deduplicates
+
+    def __repr__(self) -> str:
+        spent = f"{self.dispatches_spent}/{self.dispatches_limit}"
+        flags = "".join(f" {name}" for name in ("cancel",) if getattr(self, name))
+        return f"<{self.id} {self.state} v{self.version} e{self.epoch} {spent} last={self.last}{flags}>"
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """Nothing more to do for this process."""
+
+    halts = True
+
+
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """A decision of the machine; it only has to be recorded."""
+
+    event: Event
+    halts = False
+
+
+@dataclass(frozen=True, slots=True)
+class AskModel:
+    """Ask the model once; the debit is on disk."""
+
+    goal: Mapping[str, Any]
+    halts = False
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """Read the resource by its key and let the server refuse everything older than `epoch`."""
+
+    key: str
+    epoch: int
+    halts = False
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Send the write, once; the intent and its debit are on disk."""
+
+    key: str
+    epoch: int
+    action: Mapping[str, Any]
+    halts = False
+
+
+Step = Halt | Decide | AskModel | LookUp | Dispatch
+
+
+def next_step(run: Run, permit: bool, now: float) -> Step:
+    """What to do with `run` now.
+
+    `permit` is the operator's present leave to write; `now` is in seconds since 1970 and serves only the deadline.
+    """
+    if run.state in FINAL:
+        return Halt()
+    if run.state is State.DISPATCHING and run.intended == run.epoch:
+        return Dispatch(run.key, run.epoch, run.proposal or {})
+    expired = run.contract.deadline is not None and now >= run.contract.deadline
+    if run.state is State.NEW and not run.cancel:
+        return _next_plan_step(run, expired)
+    if run.looked != run.epoch:
+        return LookUp(run.key, run.epoch)
+    if run.state is not State.RECONCILING:
+        return Halt()  # waiting_execution or reconcile_required, looked up just now
+    if expired:
+        return Decide(Event(E.DEADLINE_PASSED))
+    if not permit:
+        return Decide(Event(E.PERMIT_AWAITED))
+    attempt, action = run.dispatches_spent + 1, digest(canonical(run.proposal))
+    return Decide(Event(E.DISPATCH_INTENDED, {"attempt": attempt, "key": run.key, "action_sha256": action}))
+
+
+def _next_plan_step(run: Run, expired: bool) -> Step:
+    if run.asked == run.epoch:
+        return AskModel(run.contract.goal)
+    if expired:
+        return Decide(Event(E.DEADLINE_PASSED))
+    if run.model_requests_spent >= run.contract.budget.model_requests:
+        return Decide(Event(E.MODEL_BUDGET_SPENT))
+    return Decide(Event(E.MODEL_REQUESTED, {"request": run.model_requests_spent + 1}))
+
+
+# -- evolution --------------------------------------------------------------------------------------------------------
+
+
+def opened(run_id: str, contract: Contract, owner: str) -> tuple[Run, Event]:
+    """A new run and the event that opens its history."""
+    run = Run(id=run_id, contract=contract, owner=owner, dispatches_limit=contract.budget.dispatches)
+    return run, Event(E.OPENED, {"contract": contract.model_dump(mode="json"), "owner": owner})
+
+
+def allows(run: Run, event: Event) -> bool:
+    """Whether `run` may take `event` now."""
+    return event.type in ALLOWED[run.state] and _CONDITIONS.get(event.type, _no_condition)(run, event.detail)
+
+
+def evolve(run: Run, event: Event) -> Run:
+    """The run after `event`, one version further.
+
+    Raises:
+        IllegalMove: the state or what is known does not allow the event.
+    """
+    if not allows(run, event):
+        raise IllegalMove(f"run {run.id} in state {run.state} does not allow {event.type}")
+    return replace(_EFFECTS[event.type](run, event.detail), version=run.version + 1)
+
+
+_Detail = Mapping[str, Any]
+
+
+def _no_condition(run: Run, detail: _Detail) -> bool:
+    return True
+
+
+_CONDITIONS: dict[EventType, Callable[[Run, _Detail], bool]] = {
+    E.MODEL_REQUESTED: lambda run, d: (
+        run.asked != run.epoch and run.model_requests_spent < run.contract.budget.model_requests and not run.cancel
+    ),
+    E.MODEL_FAILED: lambda run, d: run.asked == run.epoch,
+    E.PROPOSED: lambda run, d: run.asked == run.epoch,
+    E.PROPOSAL_REJECTED: lambda run, d: run.asked == run.epoch,
+    E.MODEL_BUDGET_SPENT: lambda run, d: run.model_requests_spent >= run.contract.budget.model_requests,
+    E.LOOKED_UP: lambda run, d: (
+        (run.state is not State.NEW or run.cancel)  # before there is a plan only a cancel looks
+        and (run.state is not State.DISPATCHING or run.intended != run.epoch)  # the write is about to leave
+    ),
+    E.PERMIT_AWAITED: lambda run, d: run.looked == run.epoch,
+    E.DISPATCH_INTENDED: lambda run, d: run.looked == run.epoch and run.may_dispatch,
+    E.DISPATCH_ANSWERED: lambda run, d: run.intended == run.epoch,
+    E.DEADLINE_PASSED: lambda run, d: (
+        run.contract.deadline is not None
+        and (run.looked == run.epoch if run.state is State.RECONCILING else run.asked != run.epoch)
+    ),
+    E.GRANTED: lambda run, d: bool(d["dispatches"] >= 1),
+    E.SETTLED: lambda run, d: d["as"] in (State.SUCCEEDED, State.FAILED),
+}
+
+
+def _ended(run: Run, state: State, reason: str) -> Run:
+    return replace(run, state=state, reason=reason)
+
+
+def _claimed(run: Run, d: _Detail) -> Run:
+    return replace(run, epoch=run.epoch + 1, owner=d["owner"])
+
+
+def _model_requested(run: Run, d: _Detail) -> Run:
+    return replace(run, asked=run.epoch, model_requests_spent=run.model_requests_spent + 1)
+
+
+def _proposed(run: Run, d: _Detail) -> Run:
+    """Structure is not truth: the first thing a proposal meets is the goal."""
+    run = replace(run, asked=0, proposal=d["proposal"], metadata=d["metadata"])
+    if wrong := differences(d["proposal"], run.contract.goal):
+        return _ended(run, State.FAILED, f"the proposal differs from the goal: {describe(wrong)}")
+    return replace(run, state=State.PLANNED)
+
+
+def _model_budget_spent(run: Run, d: _Detail) -> Run:
+    spent = f"{run.model_requests_spent} of {run.contract.budget.model_requests}"
+    return _ended(run, State.FAILED, f"the model request budget is spent ({spent}) and there is no proposal")
+
+
+def _looked_up(run: Run, d: _Detail) -> Run:
+    """The verdict, or what an absent resource means; the table of DESIGN section 4."""
+    if d["found"] is None:
+        return _absent(replace(run, looked=run.epoch, resource=None))
+    run = replace(run, resource=d["found"])
+    if wrong := differences(d["found"]["action"], run.contract.goal):
+        return _ended(run, State.FAILED, f"the {run.contract.tool.resource} differs from the goal: {describe(wrong)}")
+    return _ended(run, State.SUCCEEDED, "")
+
+
+def _absent(run: Run) -> Run:
+    spent = f"{run.dispatches_spent} of {run.dispatches_limit}"
+    if run.conclusive and run.cancel:
+        return _ended(run, State.CANCELLED, "cancelled on request")
+    if run.conclusive and run.last is Outcome.REFUSED:
+        return _ended(run, State.FAILED, f"the tool refused the write: {run.refusal}")
+    if run.may_dispatch:
+        return replace(run, state=State.RECONCILING, reason="")
+    if run.conclusive:
+        return replace(run, state=State.RECONCILE_REQUIRED, reason=f"the dispatch budget is spent ({spent})")
+    return replace(
+        run,
+        state=State.RECONCILE_REQUIRED,
+        reason=f"an earlier attempt ({spent}) may still take effect; nobody can tell",
+    )
+
+
+def _permit_awaited(run: Run, d: _Detail) -> Run:
+    return replace(run, state=State.WAITING_EXECUTION, reason="no permit to write was given")
+
+
+def _dispatch_intended(run: Run, d: _Detail) -> Run:
+    return replace(
+        run,
+        state=State.DISPATCHING,
+        reason="",
+        intended=run.epoch,
+        dispatches_spent=run.dispatches_spent + 1,
+        doubtful=run.doubtful + 1,
+        last=Outcome.UNKNOWN,
+    )
+
+
+def _dispatch_answered(run: Run, d: _Detail) -> Run:
+    outcome = Outcome(d["outcome"])
+    return replace(
+        run,
+        state=State.RECONCILING,
+        epoch=run.epoch + 1,
+        last=outcome,
+        refusal=d["message"] if outcome is Outcome.REFUSED else "",
+        doubtful=run.doubtful - (outcome in CLEAN),
+    )
+
+
+def _deadline_passed(run: Run, d: _Detail) -> Run:
+    if run.conclusive:
+        return _ended(run, State.FAILED, "the deadline passed before the write")
+    reason = "the deadline passed and an earlier attempt may still take effect"
+    return replace(run, state=State.RECONCILE_REQUIRED, reason=reason)
+
+
+def _settled(run: Run, d: _Detail) -> Run:
+    reason = f"settled as {d['as']} by {d['by']}, not by a check: {d['why']}"
+    return replace(_ended(run, State(d["as"]), reason), settled_by=d["by"])
+
+
+_EFFECTS: dict[EventType, Callable[[Run, _Detail], Run]] = {
+    E.CLAIMED: _claimed,
+    E.CONNECTED: lambda run, d: run,
+    E.MODEL_REQUESTED: _model_requested,
+    E.MODEL_FAILED: lambda run, d: replace(run, asked=0),
+    E.PROPOSED: _proposed,
+    E.PROPOSAL_REJECTED: lambda run, d: _ended(run, State.FAILED, f"the model's answer was refused: {d['reason']}"),
+    E.MODEL_BUDGET_SPENT: _model_budget_spent,
+    E.LOOKED_UP: _looked_up,
+    E.PERMIT_AWAITED: _permit_awaited,
+    E.DISPATCH_INTENDED: _dispatch_intended,
+    E.DISPATCH_ANSWERED: _dispatch_answered,
+    E.DEADLINE_PASSED: _deadline_passed,
+    E.CANCEL_REQUESTED: lambda run, d: replace(run, cancel=True, looked=0),  # whatever was seen, look again first
+    E.GRANTED: lambda run, d: replace(run, dispatches_limit=run.dispatches_limit + d["dispatches"], looked=0),
+    E.SETTLED: _settled,
+}

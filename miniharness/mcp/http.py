@@ -1,0 +1,79 @@
+"""Streamable HTTP through the SDK's client, over a connection that fails one call at a time and bounds each answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+from mcp.client.streamable_http import streamable_http_client
+
+from miniharness.mcp.wire import Limits, mark_sent
+
+
+class _Contained(httpx2.AsyncBaseTransport):
+    """The SDK lets a connection error take down every call of the session; here it is an answer to its own call."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._inner = httpx2.AsyncHTTPTransport(retries=0)
+        self._limits = limits
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        try:
+            response = await self._inner.handle_async_request(request)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            return _unreachable(request, error)  # provably not sent
+        except httpx2.TransportError as error:
+            mark_sent()
+            return _unreachable(request, error)
+        mark_sent()
+        return httpx2.Response(
+            response.status_code,
+            headers=response.headers,
+            stream=_Bounded(response.stream, self._limits.reply_bytes),
+            extensions=response.extensions,
+            request=request,
+        )
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+def _unreachable(request: httpx2.Request, error: httpx2.TransportError) -> httpx2.Response:
+    said = {"jsonrpc": "2.0", "id": None, "error": {"code": -32000, "message": f"no answer: {type(error).__name__}"}}
+    return httpx2.Response(503, json=said, request=request)
+
+
+class _Bounded(httpx2.AsyncByteStream):
+    """A body that ends early, instead of raising, when it breaks off or grows over the limit."""
+
+    def __init__(self, inner: Any, limit_bytes: int) -> None:
+        self._inner = inner
+        self._limit = limit_bytes
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        try:
+            async for chunk in self._inner:
+                size += len(chunk)
+                if size > self._limit:
+                    return
+                yield chunk
+        except httpx2.TransportError:
+            return
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+@asynccontextmanager
+async def streams(url: str, token: str, limits: Limits) -> AsyncIterator[tuple[Any, Any]]:
+    """The read and write stream for the SDK's `Client`, to a running server, with `token` as bearer."""
+    timeout = httpx2.Timeout(limits.write_s, read=limits.read_s)
+    headers = {"Authorization": f"Bearer {token}"}
+    async with (
+        httpx2.AsyncClient(transport=_Contained(limits), headers=headers, timeout=timeout) as client,
+        streamable_http_client(url, http_client=client, max_sse_event_size=limits.reply_bytes) as both,
+    ):
+        yield both

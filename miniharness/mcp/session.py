@@ -1,0 +1,181 @@
+"""One connection to one server, and the one door through which every tool result comes in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from miniharness.errors import OutcomeUnknown, ToolUnavailable
+from miniharness.mcp.child import Child
+from miniharness.mcp.wire import CURRENT, Limits, Request
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+ACCEPTED = ("2025-11-25", "2026-07-28")
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+class CallFailed(OutcomeUnknown):
+    """The call gave no usable answer. `sent` tells whether it may have arrived, `error` is the tool's own
+    structured error, if it gave one."""
+
+    def __init__(self, message: str, *, sent: bool, error: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.sent = sent
+        self.error = error or {}
+
+    @property
+    def reason(self) -> str:
+        """The tool's own words where it gave some in its structured error, otherwise ours."""
+        return str(self.error.get("message") or self)[:500]
+
+
+class Session:
+    """A connection that is opened on `connect` and closed with the `async with` block.
+
+    The SDK is imported only in `connect`: a child that is already starting warms up at the same time.
+    """
+
+    def __init__(self, transport: Callable[[], Any], child: Child | None, limits: Limits, mode: str) -> None:
+        self._transport = transport
+        self._child = child
+        self._limits = limits
+        self._mode = mode
+        self._stack = AsyncExitStack()
+        self._client: Client | None = None
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._stack.aclose()
+        except Exception:  # noqa: S110 - what a broken connection says while it closes changes nothing any more
+            pass
+        finally:
+            if self._child:
+                self._child.discard()
+
+    async def connect(self, needs: Mapping[str, frozenset[str]]) -> dict[str, Any]:
+        """Shake hands and check that each needed tool is there with its arguments; returns version and server.
+
+        Args:
+            needs: for each tool the arguments that it must require.
+
+        Raises:
+            ToolUnavailable: within `handshake_s`, with the reason.
+        """
+        limit_s = self._limits.handshake_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._shake_hands(needs)
+        except TimeoutError:
+            raise ToolUnavailable(f"the server did not finish its handshake within {limit_s:g} s") from None
+        except ToolUnavailable:
+            raise
+        except Exception as error:
+            raise ToolUnavailable(f"the handshake with the server failed: {self._tell(error)}") from error
+
+    async def _shake_hands(self, needs: Mapping[str, frozenset[str]]) -> dict[str, Any]:
+        from mcp import Client
+
+        client = Client(self._transport(), mode=self._mode, cache=None)
+        self._client = await self._stack.enter_async_context(client)
+        version, server = self._client.protocol_version, self._client.server_info
+        if version not in ACCEPTED:
+            raise ToolUnavailable(f"the server speaks protocol {version}; accepted are {', '.join(ACCEPTED)}")
+        schemas: dict[str, dict[str, Any]] = {}
+        cursor = None
+        while True:
+            page = await self._client.list_tools(cursor=cursor)
+            schemas |= {tool.name: tool.input_schema for tool in page.tools}
+            if not (cursor := page.next_cursor):
+                break
+        for name, arguments in needs.items():
+            if name not in schemas:
+                raise ToolUnavailable(f"the server offers no tool {name}")
+            if missing := arguments - set(schemas[name].get("required", ())):
+                raise ToolUnavailable(f"the server's tool {name} does not require {', '.join(sorted(missing))}")
+        return {"protocol": version, "server": server.name if server else None}
+
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], answer: type[Answer], meta: Mapping[str, Any]
+    ) -> Answer:
+        """Call a tool once and return its structured content, checked against `answer`. Text is never read.
+
+        Raises:
+            CallFailed: anything else that can happen, a tool error included.
+        """
+        from mcp import types
+
+        assert self._client is not None, "connect() comes first"
+        params = types.CallToolRequestParams.model_validate(
+            {"name": name, "arguments": dict(arguments), "_meta": dict(meta)}
+        )
+        request, limit_s = Request(), self._limits.read_s
+        token = CURRENT.set(request)
+        try:
+            async with asyncio.timeout(limit_s + self._limits.write_s):
+                result = await self._client.session.send_request(
+                    types.CallToolRequest(params=params), types.CallToolResult, request_read_timeout_seconds=limit_s
+                )
+        except Exception as error:  # whatever it was: the effect may be there
+            raise CallFailed(f"{name}: {self._tell(error)}", sent=request.sent) from error
+        finally:
+            CURRENT.reset(token)
+        content = result.structured_content
+        if result.is_error:
+            told = content.get("error") if isinstance(content, dict) else None
+            reported = told if isinstance(told, dict) else {}
+            raise CallFailed(f"{name}: the tool reported an error", sent=True, error=reported)
+        try:
+            return answer.model_validate(content)
+        except ValidationError as error:
+            raise CallFailed(
+                f"{name}: the answer breaks its schema ({error.error_count()} faults)", sent=True
+            ) from error
+
+    def _tell(self, error: BaseException) -> str:
+        """The innermost reason, in words that name no content."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if self._child and (self._child.died.is_set() or self._child.fault):
+            return f"the server is gone: {self._child.ending}"
+        if isinstance(error, ValidationError):
+            return f"the answer breaks the protocol ({error.error_count()} faults)"
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self._limits.read_s:g} s"
+        if isinstance(error, UnicodeError):
+            return "the request holds text that is not Unicode"
+        return str(error) or type(error).__name__
+
+
+def stdio_session(child: Child, limits: Limits, mode: str = "auto") -> Session:
+    """A session with a server child that is already starting; it ends with the session."""
+
+    def transport() -> AbstractAsyncContextManager[Any]:
+        from miniharness.mcp.stdio import streams
+
+        return streams(child, limits)
+
+    return Session(transport, child, limits, mode)
+
+
+def http_session(url: str, token: str, limits: Limits, mode: str = "auto") -> Session:
+    """A session with a running HTTP server."""
+
+    def transport() -> AbstractAsyncContextManager[Any]:
+        from miniharness.mcp.http import streams
+
+        return streams(url, token, limits)
+
+    return Session(transport, None, limits, mode)

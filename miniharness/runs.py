@@ -1,0 +1,324 @@
+"""Runs: the journal. Each run is one row and its append-only, hash-chained events; the only file with run SQL.
+
+Knows no tool and no model; what an event does to a run is the machine's business.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from miniharness import owner
+from miniharness.check import differences
+from miniharness.contract import Contract, canonical, check_identifier, digest
+from miniharness.database import Database
+from miniharness.errors import ContractMismatch, Fenced, IllegalMove, RunBusy, StoreError, UsageError
+from miniharness.machine import FINAL, Event, EventType, Outcome, Run, State, allows, evolve, opened
+
+APPLICATION_ID = 0x4D48_5201  # "MHR" and 1, so that no other program's file is taken for ours
+
+MIGRATIONS = (
+    f"""
+    create table runs (
+      id text primary key,
+      contract text not null,
+      state text not null check (state in ({", ".join(f"'{s}'" for s in State)})),
+      reason text not null,
+      version integer not null,
+      epoch integer not null,
+      owner text not null,
+      dispatches_spent integer not null check (dispatches_spent between 0 and dispatches_limit),
+      dispatches_limit integer not null,
+      model_requests_spent integer not null,
+      asked integer not null,
+      intended integer not null,
+      looked integer not null,
+      doubtful integer not null,
+      last text not null check (last in ({", ".join(f"'{o}'" for o in Outcome)})),
+      refusal text not null,
+      cancel integer not null,
+      settled_by text,
+      proposal text,
+      metadata text,
+      resource text,
+      head text not null
+    ) strict, without rowid;
+    create index runs_by_state on runs (state, id);
+    create table events (
+      run text not null references runs (id) deferrable initially deferred,
+      seq integer not null,
+      at integer not null,
+      epoch integer not null,
+      type text not null,
+      detail text not null,
+      digest text not null,
+      primary key (run, seq)
+    ) strict, without rowid;
+    """,
+)
+
+_COLUMNS = tuple(f.name for f in fields(Run))
+_JSON = {"proposal", "metadata", "resource"}
+_FIXED = {"id", "contract"}  # never change after the run is opened
+_INSERT = f"insert into runs ({', '.join(_COLUMNS)}) values ({', '.join(':' + c for c in _COLUMNS)})"
+_UPDATE = (
+    f"update runs set {', '.join(f'{c} = :{c}' for c in _COLUMNS if c not in _FIXED)}"
+    " where id = :id and version = :was_version and epoch = :was_epoch"
+)
+
+
+def _to_row(run: Run) -> dict[str, Any]:
+    """The columns that a move may change, and the id."""
+    row = {c: getattr(run, c) for c in _COLUMNS if c != "contract"}
+    return row | {c: None if row[c] is None else canonical(row[c]) for c in _JSON}
+
+
+def _contract_column(run: Run) -> str:
+    return canonical(run.contract.model_dump(mode="json"))
+
+
+def _from_row(row: tuple[Any, ...]) -> Run:
+    values = dict(zip(_COLUMNS, row, strict=True))
+    values |= {c: None if values[c] is None else json.loads(values[c]) for c in _JSON}
+    return Run(
+        **values
+        | {
+            "contract": Contract.model_validate_json(values["contract"]),
+            "state": State(values["state"]),
+            "last": Outcome(values["last"]),
+            "cancel": bool(values["cancel"]),
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An event as it stands in the history. `at` is in milliseconds since 1970 and orders nothing; `seq` does."""
+
+    seq: int
+    at: int
+    epoch: int
+    type: EventType
+    detail: Mapping[str, Any]
+    digest: str
+
+    def chained(self, run_id: str, previous: str) -> str:
+        """The digest this event must carry when it follows the one with digest `previous`."""
+        row = [previous, run_id, self.seq, self.at, self.epoch, self.type, self.detail]
+        return digest(canonical(row))
+
+
+class Runs:
+    """The journal in `folder/runs.sqlite`.
+
+    Raises:
+        StoreError: from any method, when the file cannot be used; what was committed is untouched.
+        UsageError: `folder` cannot be a state folder.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--state-dir {folder} cannot be used as a folder ({error.strerror})") from error
+        self.folder = folder.absolute()  # a later change of the working directory must not move it
+        self._db = Database(self.folder / "runs.sqlite", APPLICATION_ID, MIGRATIONS)
+        self._clock = clock
+        self._owner: owner.Owner | None = None
+        self._driven: set[str] = set()
+
+    def close(self) -> None:
+        """Close the file and stop owning anything."""
+        self._db.close()
+        if self._owner:
+            self._owner.release()
+
+    # -- reading
+
+    def get(self, run_id: str) -> Run | None:
+        """The run as its row has it, or None."""
+        row = self._db.execute(f"select {', '.join(_COLUMNS)} from runs where id = ?", (run_id,)).fetchone()
+        return _from_row(row) if row else None
+
+    def require(self, run_id: str) -> Run:
+        """The run as its row has it.
+
+        Raises:
+            UsageError: there is none of that name.
+        """
+        if run := self.get(run_id):
+            return run
+        raise UsageError(f"there is no run {run_id!a} in {self.folder}; `runs` lists what is there")
+
+    def all(self, state: State | None = None) -> Iterator[Run]:
+        """Every run, or those in one state, by id."""
+        columns, where = ", ".join(_COLUMNS), "where state = :state" if state else ""
+        for row in self._db.execute(f"select {columns} from runs {where} order by id", {"state": state}):
+            yield _from_row(row)
+
+    def events(self, run_id: str) -> list[Recorded]:
+        """The whole history of a run, oldest first."""
+        sql = "select seq, at, epoch, type, detail, digest from events where run = ? order by seq"
+        rows = self._db.execute(sql, (run_id,))
+        return [
+            Recorded(seq, at, epoch, EventType(kind), json.loads(detail), chained)
+            for seq, at, epoch, kind, detail, chained in rows
+        ]
+
+    def driven_elsewhere(self, run: Run) -> bool:
+        """Whether another process that lives has claimed `run`, and the run has not ended."""
+        mine = self._owner is not None and run.owner == self._owner.name
+        return run.state not in FINAL and not mine and owner.is_alive(self._owners, run.owner)
+
+    @property
+    def _owners(self) -> Path:
+        return self.folder / "owners"
+
+    # -- writing
+
+    def open(self, run_id: str, contract: Contract, take_over: bool = False) -> Run:
+        """Create the run or claim the stored one, so that this process may drive it; a finished one is only returned.
+
+        On disk when it returns: the run with this process as its owner, in a new epoch.
+
+        Raises:
+            UsageError: `run_id` cannot name a run.
+            ContractMismatch: the id stands for another contract; each field that differs is named.
+            RunBusy: a living process owns the run, and `take_over` is false.
+        """
+        check_identifier("--run", run_id)
+        run = self.get(run_id)
+        if run is None or run.state not in FINAL:
+            with self._db.transaction():
+                run = self._create_or_claim(run_id, contract, take_over)
+            self._driven.add(run_id)
+        _refuse_other(run, contract)
+        return run
+
+    def _create_or_claim(self, run_id: str, contract: Contract, take_over: bool) -> Run:
+        run = self.get(run_id)
+        if run is None:
+            run, first = opened(run_id, contract, self._me)
+            run = self._chain(run, run, first)
+            self._db.execute(_INSERT, _to_row(run) | {"contract": _contract_column(run)})
+            return run
+        _refuse_other(run, contract)
+        if run.state in FINAL:
+            return run
+        self._refuse_busy(run, take_over)
+        return self._advance(run, Event(EventType.CLAIMED, {"owner": self._me, "forced": take_over}))
+
+    @property
+    def _me(self) -> str:
+        try:
+            self._owner = self._owner or owner.Owner(self._owners)
+        except OSError as error:
+            raise StoreError(f"{self._owners} cannot hold a lock file ({error.strerror})") from error
+        return self._owner.name
+
+    def _refuse_busy(self, run: Run, take_over: bool) -> None:
+        if (run.id in self._driven or self.driven_elsewhere(run)) and not take_over:
+            raise RunBusy(
+                f"run {run.id} is being driven by process {owner.pid_of(run.owner)}, which is alive; wait for it"
+                " (or, if it is frozen, add --take-over: it will be refused when it thaws)"
+            )
+
+    def leave(self, run: Run) -> None:
+        """This process no longer drives `run`."""
+        self._driven.discard(run.id)
+
+    async def record(self, run: Run, event: Event) -> Run:
+        """Append `event` to the history of `run`; on disk when it returns.
+
+        If an operator's request was written in between, the event is applied to the row as it now stands; when that
+        no longer allows it, it is dropped and the row comes back as it is, for the machine to look at again.
+
+        Raises:
+            Fenced: another process has taken the run over.
+            IllegalMove: the state does not allow the event.
+        """
+        with self._db.transaction():
+            stored = self._current(run)
+            if stored is not run and not allows(stored, event):
+                return stored
+            return self._advance(stored, event)
+
+    def _current(self, run: Run) -> Run:
+        """`run` itself when the row still has its version, otherwise the row."""
+        version, epoch = self._db.execute("select version, epoch from runs where id = ?", (run.id,)).fetchone()
+        if epoch != run.epoch:
+            raise Fenced(f"run {run.id} was taken over by another process; this one has stopped")
+        return run if version == run.version else self.require(run.id)
+
+    def request(self, run_id: str, event: Event, *, while_driven: bool) -> Run:
+        """Append an operator's event to the run, whoever drives it. On disk when it returns.
+
+        Raises:
+            UsageError: there is no such run.
+            RunBusy: a living process drives it and `while_driven` is false.
+            IllegalMove: the run's state does not allow the event.
+        """
+        with self._db.transaction():
+            run = self.require(run_id)
+            if not while_driven:
+                self._refuse_busy(run, take_over=False)
+            return self._advance(run, event)
+
+    def _advance(self, run: Run, event: Event) -> Run:
+        after = self._chain(run, evolve(run, event), event)
+        moved = self._db.execute(_UPDATE, _to_row(after) | {"was_version": run.version, "was_epoch": run.epoch})
+        if moved.rowcount != 1:
+            raise Fenced(f"run {run.id} was moved by another process; this one has stopped")
+        return after
+
+    def _chain(self, before: Run, after: Run, event: Event) -> Run:
+        at = int(self._clock() * 1000)
+        bare = Recorded(after.version, at, after.epoch, event.type, event.detail, "")
+        chained = bare.chained(after.id, before.head)
+        self._db.execute(
+            "insert into events values (:run, :seq, :at, :epoch, :type, :detail, :digest)",
+            {"run": after.id, "seq": bare.seq, "at": at, "epoch": bare.epoch, "type": event.type}
+            | {"detail": canonical(event.detail), "digest": chained},
+        )
+        return replace(after, head=chained)
+
+    # -- proving
+
+    def replay(self, run_id: str) -> list[str]:
+        """Fold the history again and compare it with the row; returns every fault found, none when they agree."""
+        run, faults, head = self.require(run_id), [], ""
+        folded: Run | None = None
+        for number, event in enumerate(self.events(run_id), start=1):
+            if event.seq != number:
+                return [f"event {number} is missing"]
+            if event.digest != event.chained(run_id, head):
+                faults.append(f"event {event.seq} ({event.type}) was altered: its digest does not match")
+            head = event.digest
+            try:
+                folded = _fold(folded, run_id, event)
+            except (IllegalMove, KeyError, ValueError) as error:
+                return [*faults, f"event {event.seq} ({event.type}) cannot be replayed: {error}"]
+        if folded is None:
+            return ["there are no events"]
+        folded = replace(folded, head=head)
+        row = _to_row(run) | {"contract": _contract_column(run)}
+        again = _to_row(folded) | {"contract": _contract_column(folded)}
+        return faults + [f"column {c} is {row[c]!r}, the history gives {again[c]!r}" for c in row if row[c] != again[c]]
+
+
+def _refuse_other(run: Run, contract: Contract) -> None:
+    stored, asked = run.contract.fields(), contract.fields()
+    if other := differences(asked, stored):
+        told = "; ".join(f"{name} is {d['wanted']!r}, not {d['found']!r}" for name, d in other.items())
+        raise ContractMismatch(f"run {run.id} already stands for another contract: {told}. Choose another --run")
+
+
+def _fold(run: Run | None, run_id: str, event: Recorded) -> Run:
+    if run is None:
+        contract = Contract.model_validate(event.detail["contract"])
+        return opened(run_id, contract, event.detail["owner"])[0]
+    return evolve(run, Event(event.type, event.detail))

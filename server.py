@@ -1,0 +1,148 @@
+"""The ticket server: two MCP tools over `Tickets`, on standard input and output or on HTTP with a bearer token.
+
+Knows nothing of runs, models or budgets; it trusts no client and checks every argument again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from mcp.server import MCPServer
+from mcp.server.mcpserver import Context
+from mcp.server.transport_security import TransportSecuritySettings
+from mcp.types import CallToolResult, TextContent, ToolAnnotations
+
+import miniharness
+from miniharness import faults
+from miniharness.contract import text_fault
+from miniharness.errors import StoreError, UsageError
+from miniharness.mcp.wire import EPOCH_META, TOKEN
+from model import validate_action
+from store import Found, Refused, Ticket, Tickets
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
+WRITES = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=True, open_world_hint=False)
+
+Reply = Annotated[CallToolResult, Found]
+
+
+def build(tickets: Tickets, fault: str | None = None) -> MCPServer:
+    """The server over an open store. A tool's body has no `await`, so a call is done whole or not at all."""
+    server = MCPServer("review-tickets", version=miniharness.__version__, log_level="WARNING")
+
+    @server.tool(annotations=READS)
+    async def lookup_review_ticket(operation_key: str, ctx: Context) -> Reply:
+        """Find the review ticket of an operation key; the answer's ticket is null when there is none."""
+        return _reply(lambda: tickets.look_up(_key(operation_key), _epoch(ctx)))
+
+    @server.tool(annotations=WRITES)
+    async def create_review_ticket(operation_key: str, source: str, title: str, ctx: Context) -> Reply:
+        """Create the review ticket of an operation key; the same key and content again returns the same ticket."""
+        action = {"source": source, "title": title}
+        reply = _reply(lambda: tickets.create(_key(operation_key), validate_action(action), _epoch(ctx)))
+        if not reply.is_error:
+            faults.reach(faults.SERVER_AFTER_COMMIT, fault)
+        return reply
+
+    return server
+
+
+def _key(operation_key: str) -> str:
+    if fault := text_fault(operation_key):
+        raise UsageError(f"operation_key {fault}")
+    return operation_key
+
+
+def _epoch(ctx: Context) -> int | None:
+    epoch = (ctx.request_context.meta or {}).get(EPOCH_META)
+    if epoch is not None and (type(epoch) is not int or not 0 <= epoch < 1 << 63):
+        raise UsageError(f"_meta {EPOCH_META} must be an integer from 0")
+    return epoch
+
+
+def _reply(work: Callable[[], Ticket | None]) -> CallToolResult:
+    """The answer as structured content, or an error with a code.
+
+    `invalid`, `conflict` and `stale` mean that the call certainly changed nothing; `store` means that nobody knows.
+    """
+    try:
+        content = Found(ticket=work()).model_dump()
+    except Refused as error:
+        content = {"error": {"code": error.code, "message": str(error)}}
+    except UsageError as error:
+        content = {"error": {"code": "invalid", "message": str(error)}}
+    except StoreError as error:
+        content = {"error": {"code": "store", "message": str(error)}}
+    text = TextContent(type="text", text=json.dumps(content, ensure_ascii=False))
+    return CallToolResult(content=[text], structured_content=content, is_error="error" in content)
+
+
+Asgi = Callable[[dict[str, Any], Any, Callable[[dict[str, Any]], Awaitable[None]]], Awaitable[None]]
+
+
+def guarded(app: Asgi, token: str) -> Asgi:
+    """`app` for those who send the bearer token; everybody else gets 401 and learns nothing."""
+    wanted = f"Bearer {token}".encode()
+
+    async def guard(scope: dict[str, Any], receive: Any, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        if scope["type"] == "http":
+            sent = dict(scope["headers"]).get(b"authorization", b"")
+            if not secrets.compare_digest(sent, wanted):
+                headers = [(b"www-authenticate", b"Bearer"), (b"content-length", b"0")]
+                await send({"type": "http.response.start", "status": 401, "headers": headers})
+                await send({"type": "http.response.body", "body": b""})
+                return
+        await app(scope, receive, send)
+
+    return guard
+
+
+def serve_http(server: MCPServer, host: str, port: int, token: str) -> None:
+    """Serve until a signal; only requests for this very host and port pass (protection against DNS rebinding)."""
+    import uvicorn
+
+    names = ("127.0.0.1", "localhost", "[::1]") if host in LOOPBACK else (host,)
+    security = TransportSecuritySettings(
+        allowed_hosts=[f"{name}:{port}" for name in names],
+        allowed_origins=[f"http://{name}:{port}" for name in names],
+    )
+    app = server.streamable_http_app(json_response=True, stateless_http=True, transport_security=security, host=host)
+    print(f"listening on http://{host}:{port}/mcp", file=sys.stderr, flush=True)
+    uvicorn.run(guarded(app, token), host=host, port=port, log_level="warning", access_log=False)  # type: ignore[arg-type]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the server; the exit code is 2 for a wrong command and 75 for an unusable database."""
+    parser = argparse.ArgumentParser(prog="server.py", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--db", type=Path, required=True, metavar="PATH", help="the SQLite file of the tickets")
+    parser.add_argument("--transport", choices=("stdio", "http"), default="stdio")
+    parser.add_argument("--host", default="127.0.0.1", help="for http (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8765, help="for http (default: %(default)s)")
+    args = parser.parse_args(argv)
+    token = os.environ.get(TOKEN, "")
+    if args.transport == "http" and not token:
+        where = "" if args.host in LOOPBACK else f", all the more on {args.host}, which others can reach"
+        parser.error(f"--transport http needs a bearer token in the environment variable {TOKEN}{where}")
+    try:
+        tickets = Tickets(args.db)
+    except StoreError as error:
+        print(f"server.py: {error}", file=sys.stderr)
+        return error.exit_code
+    server = build(tickets, os.environ.get(faults.ENVIRONMENT))
+    if args.transport == "stdio":
+        server.run()
+    else:
+        serve_http(server, args.host, args.port, token)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
