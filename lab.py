@@ -22,12 +22,13 @@ import miniharness
 import model as model_side
 from miniharness import faults
 from miniharness.contract import Budget, Contract, Tool
-from miniharness.engine import Answer, Ports, drive
-from miniharness.errors import ContractMismatch, HarnessError, Interrupted, ToolUnavailable, UsageError
-from miniharness.machine import FINAL, Outcome, Run, State
+from miniharness.engine import Ports, drive
+from miniharness.errors import ContractMismatch, HarnessError, Interrupted, UsageError
+from miniharness.machine import FINAL, Run, State
 from miniharness.mcp.child import Child
-from miniharness.mcp.session import CallFailed, Session, http_session, stdio_session
-from miniharness.mcp.wire import EPOCH_META, KEY_META, TOKEN, Limits
+from miniharness.mcp.keyed import KeyedTool, Pair
+from miniharness.mcp.session import Session, http_session, stdio_session
+from miniharness.mcp.wire import TOKEN, Limits
 from miniharness.models import anthropic, scripted
 from miniharness.report import exit_code, nothing, report, summary
 from store import Found, Runs
@@ -38,45 +39,14 @@ TOOL = Tool(name="create_review_ticket", resource="ticket", fences=True, dedupli
 COMMAND = "python lab.py"
 SERVER = Path(__file__).with_name("server.py")
 
-NEEDS = {
-    "lookup_review_ticket": frozenset({"operation_key"}),
-    "create_review_ticket": frozenset({"operation_key", "source", "title"}),
-}
-CLEAN = frozenset({"invalid", "conflict", "stale"})
-"""The error codes with which our own server says that a write certainly did not happen."""
-
-
-class TicketTool:
-    """The server's two tools as the engine's one: a write and its look-up, by operation key."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    async def connect(self) -> dict[str, Any]:
-        """Shake hands and find both tools."""
-        return await self._session.connect(NEEDS)
-
-    async def look_up(self, key: str, epoch: int) -> dict[str, Any] | None:
-        """The ticket of that key; every write older than `epoch` is refused from now on."""
-        try:
-            found = await self._call("lookup_review_ticket", key, epoch, {})
-        except CallFailed as error:
-            raise ToolUnavailable(f"the ticket could not be looked up ({error.reason}); nothing was decided") from error
-        return found.ticket.model_dump() if found.ticket else None
-
-    async def dispatch(self, key: str, action: Mapping[str, Any], epoch: int) -> Answer:
-        """Create the ticket; whatever comes back, only a look-up will tell."""
-        try:
-            await self._call("create_review_ticket", key, epoch, action)
-        except CallFailed as error:
-            if not error.sent:
-                return Answer(Outcome.UNSENT, error.reason)
-            return Answer(Outcome.REFUSED if error.error.get("code") in CLEAN else Outcome.UNKNOWN, error.reason)
-        return Answer(Outcome.RETURNED)
-
-    async def _call(self, name: str, key: str, epoch: int, action: Mapping[str, Any]) -> Found:
-        meta = {EPOCH_META: epoch, KEY_META: key}
-        return await self._session.call(name, {"operation_key": key, **action}, Found, meta)
+TOOLS = Pair(
+    look_up="lookup_review_ticket",
+    write=TOOL.name,
+    noun=TOOL.resource,
+    fields=frozenset(GOAL),
+    answer=Found,
+    clean=frozenset({"invalid", "conflict", "stale"}),
+)
 
 
 def session_for(state_dir: Path, url: str | None = None, fault: str | None = None) -> Session:
@@ -177,7 +147,7 @@ async def _drive(runs: Runs, run: Run, permit: bool, url: str | None, fault: str
         anthropic.require_key()  # before a request is debited
     async with session_for(runs.folder, url, fault) as session:
         propose = partial(model_side.propose, provider=contract.provider, model=contract.model)
-        await drive(runs, run, Ports(propose, faults.FaultyTool(TicketTool(session), fault)), permit)
+        await drive(runs, run, Ports(propose, faults.FaultyTool(KeyedTool(session, TOOLS), fault)), permit)
 
 
 def _flags(url: str | None) -> str:
