@@ -285,7 +285,7 @@ def evolve(run: Run, event: Event) -> Run:
         IllegalMove: the state or what is known does not allow the event.
     """
     if not allows(run, event):
-        raise IllegalMove(f"run {run.id} in state {run.state} does not allow {event.type}")
+        raise IllegalMove(f"{event.type} is not possible for run {run.id}, which is {run.state}")
     return replace(_EFFECTS[event.type](run, event.detail), version=run.version + 1)
 
 

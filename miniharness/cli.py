@@ -1,0 +1,229 @@
+"""The operator's command: look at runs, prove them, and decide what only a person may decide.
+
+It reads and writes the journal alone and touches no tool and no model: what needs a look-up is told as the next
+command.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import miniharness
+from miniharness.contract import text_fault
+from miniharness.database import inspect
+from miniharness.errors import ENDED_BADLY, NEEDS_A_PERSON, HarnessError, IllegalMove, UsageError
+from miniharness.machine import FINAL, Event, EventType, Run, State
+from miniharness.report import next_command, report, summary
+from miniharness.runs import Runs
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="the run's name")]
+By = Annotated[str, typer.Option("--by", help="who decides")]
+Why = Annotated[str, typer.Option("--why", help="the reason, for the history")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+class Verdict(StrEnum):
+    """What a person may settle a run as."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+
+
+def main() -> None:
+    """Run the command; a `HarnessError` is one line on standard error and its exit code."""
+    try:
+        app()
+    except HarnessError as error:
+        print(f"miniharness: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"Mini Harness {miniharness.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    ctx: typer.Context,
+    state_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="the state folder")] = None,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="and stop")] = False,
+) -> None:
+    ctx.obj = state_dir
+
+
+def _folder(ctx: typer.Context) -> Path:
+    folder: Path | None = ctx.obj
+    if folder is None:
+        raise UsageError("--state-dir DIR is missing; it comes before the command")
+    if not (folder / "runs.sqlite").exists():
+        raise UsageError(f"--state-dir {folder} holds no runs.sqlite; give the folder that a run was made in")
+    return folder
+
+
+@contextmanager
+def _journal(ctx: typer.Context) -> Iterator[Runs]:
+    runs = Runs(_folder(ctx))
+    try:
+        yield runs
+    finally:
+        runs.close()
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _print(table: Table) -> None:
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@app.command()
+def runs(
+    ctx: typer.Context,
+    state: Annotated[State | None, typer.Option(help="only runs in this state")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the runs, each with its next command; --json prints one object a line."""
+    table = _table("run", "state", "attempts", "reason", "next")
+    with _journal(ctx) as journal:
+        for run in journal.all(state):
+            following = next_command(run, journal.folder, busy=journal.driven_elsewhere(run))
+            spent = f"{run.dispatches_spent} of {run.dispatches_limit}"
+            if as_json:
+                told = {"run": run.id, "state": run.state, "reason": run.reason, "attempts": run.dispatches_spent}
+                print(json.dumps(told | {"next": following}, ensure_ascii=False))
+            else:
+                table.add_row(run.id, run.state, spent, run.reason, following["command"])
+    if not as_json:
+        _print(table)
+
+
+@app.command()
+def show(ctx: typer.Context, run: RunId, as_json: Json = False) -> None:
+    """Show one run: its state, what is certainly true, and its whole history."""
+    with _journal(ctx) as journal:
+        told, noun = report(journal, run), journal.require(run).contract.tool.resource
+    print(json.dumps(told, ensure_ascii=False) if as_json else summary(told, noun))
+
+
+@app.command()
+def replay(ctx: typer.Context, run: RunId) -> None:
+    """Fold the history again, compare it with the row, and check the hash chain."""
+    with _journal(ctx) as journal:
+        faults, stored = journal.replay(run), journal.require(run)
+    for fault in faults:
+        print(f"{run}: {fault}")
+    if faults:
+        print("next: keep the file as it is, and restore a backup")
+        raise typer.Exit(ENDED_BADLY)
+    print(f"{run}: {stored.version} events, the chain is whole, and they give the stored row: {stored.state}")
+    print(f"head: {stored.head}")
+
+
+@app.command()
+def cancel(ctx: typer.Context, run: RunId) -> None:
+    """Ask for a run to be cancelled; it looks up first, and a resource that is there still gives a verdict."""
+    with _journal(ctx) as journal:
+        _decide(journal, run, Event(EventType.CANCEL_REQUESTED), while_driven=True)
+
+
+@app.command()
+def grant(
+    ctx: typer.Context, run: RunId, dispatches: Annotated[int, typer.Option(min=1, max=1000)], by: By, why: Why
+) -> None:
+    """Allow more dispatches than the contract did; the run looks up before it uses one."""
+    event = Event(EventType.GRANTED, {"dispatches": dispatches, "by": _said("--by", by), "why": _said("--why", why)})
+    with _journal(ctx) as journal:
+        _decide(journal, run, event, while_driven=True)
+
+
+@app.command()
+def settle(ctx: typer.Context, run: RunId, verdict: Annotated[Verdict, typer.Option("--as")], by: By, why: Why) -> None:
+    """End a run in reconcile_required by your word, after you looked for yourself; it is marked so for ever."""
+    detail = {"as": str(verdict), "by": _said("--by", by), "why": _said("--why", why)}
+    with _journal(ctx) as journal:
+        _decide(journal, run, Event(EventType.SETTLED, detail), while_driven=False)
+
+
+def _said(option: str, text: str) -> str:
+    if fault := text_fault(text):
+        raise UsageError(f"{option} {fault}")
+    return text
+
+
+def _decide(journal: Runs, run_id: str, event: Event, *, while_driven: bool) -> None:
+    """Record a person's decision and tell what is now to be done."""
+    try:
+        run = journal.request(run_id, event, while_driven=while_driven)
+    except IllegalMove as error:
+        following = next_command(journal.require(run_id), journal.folder)
+        raise IllegalMove(f"{error}; next: {following['command']}") from error
+    print(f"{run.id}: {event.type} is recorded; state {run.state}" + (f" ({run.reason})" if run.reason else ""))
+    print(f"next: {next_command(run, journal.folder, busy=journal.driven_elsewhere(run))['command']}")
+
+
+@app.command()
+def doctor(ctx: typer.Context) -> None:
+    """Check every database in the folder, and list the runs that stopped early or need a person."""
+    damaged = _examine(_folder(ctx))
+    if damaged:
+        print("next: keep the damaged files as they are, and restore a backup")
+        raise typer.Exit(ENDED_BADLY)
+    table = _table("run", "state", "what", "next")
+    waiting = 0
+    with _journal(ctx) as journal:
+        for run in journal.all():
+            if what := _concern(journal, run):
+                table.add_row(run.id, run.state, what, next_command(run, journal.folder)["command"])
+                waiting += run.state is State.RECONCILE_REQUIRED
+    if table.row_count:
+        _print(table)
+    else:
+        print("every run has ended or is being driven; nothing to do")
+    if waiting:
+        raise typer.Exit(NEEDS_A_PERSON)
+
+
+def _examine(folder: Path) -> bool:
+    table, damaged = _table("file", "schema", "integrity"), False
+    for path in sorted(folder.glob("*.sqlite")):
+        version, integrity = inspect(path)
+        damaged |= integrity != "ok"
+        table.add_row(path.name, str(version), integrity)
+    _print(table)
+    return damaged
+
+
+def _concern(journal: Runs, run: Run) -> str | None:
+    if run.state in FINAL or journal.driven_elsewhere(run):
+        return None
+    if run.state is State.RECONCILE_REQUIRED:
+        return f"needs a person: {run.reason}"
+    if run.state is State.WAITING_EXECUTION:
+        return "waits for a permit"
+    return "its owner is gone; it stopped early"
+
+
+@app.command()
+def demo() -> None:
+    """Kill a server after its commit, once under a retry loop and once under Mini Harness, and compare the rows."""
+    from miniharness.demo import main as run_demo
+
+    raise typer.Exit(run_demo())
