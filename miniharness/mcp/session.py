@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,7 @@ from miniharness.mcp.wire import CURRENT, Limits, Request
 if TYPE_CHECKING:
     from mcp import Client
 
+DEATH_S = 0.2
 ACCEPTED = ("2025-11-25", "2026-07-28")
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -129,6 +130,7 @@ class Session:
                     types.CallToolRequest(params=params), types.CallToolResult, request_read_timeout_seconds=limit_s
                 )
         except Exception as error:  # whatever it was: the effect may be there
+            await self._see_death()
             raise CallFailed(f"{name}: {self._tell(error)}", sent=request.sent) from error
         finally:
             CURRENT.reset(token)
@@ -143,6 +145,13 @@ class Session:
             raise CallFailed(
                 f"{name}: the answer breaks its schema ({error.error_count()} faults)", sent=True
             ) from error
+
+    async def _see_death(self) -> None:
+        """A closed pipe is noticed a moment before the death that closed it; wait for the better reason."""
+        if self._child and self._child.output.at_eof():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DEATH_S):
+                    await self._child.died.wait()
 
     def _tell(self, error: BaseException) -> str:
         """The innermost reason, in words that name no content."""

@@ -1,0 +1,39 @@
+# Every target works on a fresh machine and may be repeated. The plain commands stand in README.md.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+STATE ?= state-demo
+
+.PHONY: demo test test-all lint lock clean
+
+demo: $(VENV)/.installed
+	rm -rf $(STATE)
+	$(BIN)/python lab.py --state-dir $(STATE)
+	$(BIN)/python lab.py --state-dir $(STATE) --execute
+	@echo; echo "And now with a crash: the server dies after its commit, before its answer."
+	-$(BIN)/python lab.py --state-dir $(STATE) --run crash-001 --execute --fault server-after-commit
+	$(BIN)/python lab.py --state-dir $(STATE) --run crash-001
+	@echo; echo "The world's own rows, one for each run:"
+	@$(BIN)/python -c "import sqlite3; [print(*row) for row in sqlite3.connect('$(STATE)/tickets.sqlite').execute('select id, op, payload from tickets')]"
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -m ""
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.installed: requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+lock: $(VENV)/.installed
+	$(BIN)/pip freeze --exclude miniharness
+
+clean:
+	rm -rf $(VENV) $(STATE) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
