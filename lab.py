@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Mapping
@@ -54,11 +55,8 @@ def session_for(state_dir: Path, url: str | None = None, fault: str | None = Non
 
     Raises:
         ToolUnavailable: the child cannot be started.
-        UsageError: there is no token for `url`.
     """
     if url:
-        if not os.environ.get(TOKEN):
-            raise UsageError(f"--url needs the server's bearer token in the environment variable {TOKEN}")
         return http_session(url, os.environ[TOKEN], Limits())
     env = {faults.ENVIRONMENT: fault} if fault == faults.SERVER_AFTER_COMMIT else {}
     child = Child([sys.executable, str(SERVER), "--db", str(state_dir / "tickets.sqlite")], env)
@@ -124,9 +122,9 @@ async def execute(
     """
     runs = Runs(state_dir)
     try:
-        contract = contract_for(
-            runs.get(run), expected, provider=provider, model=model, budget=budget, deadline=deadline
-        )
+        stored = runs.get(run)
+        contract = contract_for(stored, expected, provider=provider, model=model, budget=budget, deadline=deadline)
+        _check_secrets(contract, stored.state if stored else State.NEW, url)
         stopped = None
         try:
             opened = runs.open(run, contract, take_over)
@@ -141,20 +139,32 @@ async def execute(
         runs.close()
 
 
+def _check_secrets(contract: Contract, state: State, url: str | None) -> None:
+    """Ask for what a run in `state` will need from the environment, before anything is opened or debited."""
+    if state is State.NEW and contract.provider == "anthropic":
+        anthropic.require_key()
+    if state not in FINAL and url and not os.environ.get(TOKEN):
+        raise UsageError(f"--url needs the server's bearer token in the environment variable {TOKEN}")
+
+
 async def _drive(runs: Runs, run: Run, permit: bool, url: str | None, fault: str | None) -> None:
-    contract = run.contract
-    if run.state is State.NEW and contract.provider == "anthropic":
-        anthropic.require_key()  # before a request is debited
     async with session_for(runs.folder, url, fault) as session:
-        propose = partial(model_side.propose, provider=contract.provider, model=contract.model)
+        propose = partial(model_side.propose, provider=run.contract.provider, model=run.contract.model)
         await drive(runs, run, Ports(propose, faults.FaultyTool(KeyedTool(session, TOOLS), fault)), permit)
 
 
 def _flags(url: str | None) -> str:
-    return f" --transport http --url {url}" if url else ""
+    return f" --transport http --url {shlex.quote(url)}" if url else ""
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
+
+
+def _time(text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time like 2026-12-01T09:00 or 2026-12-01T09:00Z") from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -169,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", metavar="NAME", help="the provider's model")
     add("--dispatches", type=int, metavar="N", help="budget: at most N writes are sent (default: 3)")
     add("--model-requests", type=int, metavar="N", help="budget: the model is asked at most N times (default: 5)")
-    add("--deadline", type=datetime.fromisoformat, metavar="TIME", help="ISO 8601; nothing new begins after it")
+    add("--deadline", type=_time, metavar="TIME", help="ISO 8601; nothing new begins after it")
     add("--transport", choices=("stdio", "http"), default="stdio", help="how to reach the ticket server")
     add("--url", metavar="URL", help=f"of a running HTTP server; its token is read from {TOKEN}")
     add("--fault", choices=faults.POINTS, help="die at this point, to see the recovery")
@@ -234,7 +244,8 @@ def main(argv: list[str] | None = None) -> int:
         result = asyncio.run(_until_signalled(execute(args.state_dir, **_arguments(args))))
     except HarnessError as stopped:
         error, result = stopped, _as_stored(args, stopped)
-        print(f"lab.py: {stopped}", file=sys.stderr)
+    if error and result["interrupted"]:
+        print(f"lab.py: {error}", file=sys.stderr)
     if args.json:
         print(json.dumps(result, ensure_ascii=False))
     elif error is None or isinstance(error, Interrupted):

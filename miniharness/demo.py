@@ -58,9 +58,11 @@ PAIR = Pair("lookup_note", "create_note", "note", frozenset(GOAL), Found, frozen
 def main() -> int:
     """Run both worlds; 0 when the loop wrote twice and Mini Harness once, with a checked outcome."""
     with tempfile.TemporaryDirectory() as scratch:
-        began = time.perf_counter()
         plain, kept = Path(scratch) / "plain.sqlite", Path(scratch) / "kept.sqlite"
         children = [Child([*TOOL_PROCESS, "mcp", str(kept), fate]) for fate in ("die", "live")]  # both warm up now
+        import mcp  # noqa: F401 - and so do we, so that the time below is the accident's own
+
+        began = time.perf_counter()
         _retry_loop(plain)
         run = asyncio.run(_harness(Path(scratch), children))
         took = time.perf_counter() - began
@@ -68,7 +70,7 @@ def main() -> int:
     print("The tool process was killed (SIGKILL) after its commit, before its answer, in both worlds.\n")
     _tell("a conventional retry loop", "reported success", loop_rows)
     _tell("Mini Harness", f"{run.state}, {run.dispatches_spent} dispatch, looked up after the kill", harness_rows)
-    print(f"{took:.1f} s. Next: python lab.py --state-dir ./state-demo, in a checkout")
+    print(f"{took:.1f} s after the imports. Next, in a checkout: python lab.py --state-dir ./state-demo")
     as_promised = len(harness_rows) == run.dispatches_spent == 1 and run.state is State.SUCCEEDED
     return 0 if as_promised and len(loop_rows) == 2 else 1
 

@@ -65,7 +65,7 @@ CERTAIN: dict[State, str] = {
     State.DISPATCHING: "the intent and its debit are on disk; the write may have happened",
     State.RECONCILE_REQUIRED: "when last looked up, nothing was there; going on needs a person's decision",
     State.SUCCEEDED: "the resource was looked up and equals the goal",
-    State.FAILED: "the run has ended without the goal; nothing of it can still land",
+    State.FAILED: "the run has ended without reaching the goal; the reason says why",
     State.CANCELLED: "nothing was written and nothing can still land",
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miniharness import errors
-from miniharness.errors import ENDED_BADLY, NEEDS_A_PERSON, OK, HarnessError, RunBusy
+from miniharness.errors import ENDED_BADLY, NEEDS_A_PERSON, OK, HarnessError, Interrupted, RunBusy
 from miniharness.machine import CERTAIN, FINAL, Event, EventType, Run, State
 from miniharness.runs import Recorded, Runs
 
@@ -25,6 +25,8 @@ def report(
     is given alike.
     """
     run = runs.get(run_id)
+    if run and run.state in FINAL and isinstance(error, Interrupted):
+        error = None  # the signal came when everything was done
     told = {"error": type(error).__name__, "message": str(error)} if error else None
     if run is None:
         return nothing(run_id, "there is no such run yet", told)

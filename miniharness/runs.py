@@ -124,7 +124,9 @@ class Runs:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"--state-dir {folder} cannot be used as a folder ({error.strerror})") from error
+            raise UsageError(
+                f"--state-dir {folder} cannot be used as a folder: {error.strerror}; choose another"
+            ) from error
         self.folder = folder.absolute()  # a later change of the working directory must not move it
         self._db = Database(self.folder / "runs.sqlite", APPLICATION_ID, MIGRATIONS)
         self._clock = clock
