@@ -91,9 +91,8 @@ class Ports:
                 proposal, metadata = await _in_a_thread(self._model, goal)
         except ProposalRejected as error:
             return Event(EventType.PROPOSAL_REJECTED, {"reason": str(error)})
-        except (ModelUnavailable, TimeoutError) as error:
-            message = str(error) or f"the model did not answer within {MODEL_TIMEOUT_S:.0f} s; try later"
-            raise ModelUnavailable(message, event=Event(EventType.MODEL_FAILED, {"message": message})) from error
+        except TimeoutError:
+            raise ModelUnavailable(f"the model did not answer within {MODEL_TIMEOUT_S:g} s; try later") from None
         return Event(EventType.PROPOSED, {"proposal": proposal, "metadata": metadata})
 
 
@@ -124,8 +123,7 @@ async def drive(runs: Runs, run: Run, ports: Ports, permit: bool, now: Callable[
             run = await runs.record(run, event)
         return run
     except ModelUnavailable as stop:
-        if stop.event:
-            await runs.record(run, stop.event)
+        await runs.record(run, Event(EventType.MODEL_FAILED, {"message": str(stop)}))
         raise
     finally:
         runs.leave(run)

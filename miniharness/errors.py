@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from miniharness.machine import Event
-
 OK, ENDED_BADLY, USAGE, NEEDS_A_PERSON, TRY_AGAIN, INTERNAL = 0, 1, 2, 3, 75, 70
 """The exit codes of every command; DESIGN section 9. 75 and 70 are `EX_TEMPFAIL` and `EX_SOFTWARE` of sysexits.h."""
 
@@ -16,9 +11,8 @@ class HarnessError(Exception):
 
     exit_code = TRY_AGAIN
 
-    def __init__(self, message: str = "", *, event: Event | None = None) -> None:
+    def __init__(self, message: str = "") -> None:
         super().__init__(message or self.__doc__)
-        self.event = event  # what the history should remember of it, if anything
 
 
 class UsageError(HarnessError):
