@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Mapping
 from datetime import datetime
 from functools import partial
@@ -24,7 +26,7 @@ import model as model_side
 from miniharness import faults
 from miniharness.contract import Budget, Contract, Tool
 from miniharness.engine import Ports, drive
-from miniharness.errors import ContractMismatch, HarnessError, Interrupted, UsageError
+from miniharness.errors import INTERNAL, ContractMismatch, HarnessError, Interrupted, UsageError
 from miniharness.machine import FINAL, Run, State
 from miniharness.mcp.child import Child
 from miniharness.mcp.keyed import KeyedTool, Pair
@@ -238,12 +240,16 @@ async def _until_signalled(work: Any) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    logging.basicConfig(handlers=[logging.NullHandler()])  # what matters of the SDK's log is in our errors
     args = _parser().parse_args(argv)
     error: HarnessError | None = None
     try:
         result = asyncio.run(_until_signalled(execute(args.state_dir, **_arguments(args))))
     except HarnessError as stopped:
         error, result = stopped, _as_stored(args, stopped)
+    except Exception:
+        traceback.print_exc()  # a bug of ours; what is on disk is as true as before
+        return INTERNAL
     if error and result["interrupted"]:
         print(f"lab.py: {error}", file=sys.stderr)
     if args.json:

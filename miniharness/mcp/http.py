@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 from mcp.client.streamable_http import streamable_http_client
 
-from miniharness.mcp.wire import Limits, mark_sent
+from miniharness.mcp.wire import Limits, mark_fault, mark_sent
 
 
 class _Contained(httpx2.AsyncBaseTransport):
@@ -58,6 +58,7 @@ class _Bounded(httpx2.AsyncByteStream):
             async for chunk in self._inner:
                 size += len(chunk)
                 if size > self._limit:
+                    mark_fault(f"its answer is longer than the limit of {self._limit} bytes")
                     return
                 yield chunk
         except httpx2.TransportError:

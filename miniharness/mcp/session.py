@@ -131,7 +131,7 @@ class Session:
                 )
         except Exception as error:  # whatever it was: the effect may be there
             await self._see_death()
-            raise CallFailed(f"{name}: {self._tell(error)}", sent=request.sent) from error
+            raise CallFailed(f"{name}: {request.fault or self._tell(error)}", sent=request.sent) from error
         finally:
             CURRENT.reset(token)
         content = result.structured_content

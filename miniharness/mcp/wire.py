@@ -26,9 +26,10 @@ class Limits:
 
 @dataclass(slots=True)
 class Request:
-    """One request on its way; `sent` is true as soon as a byte of it may have reached the server."""
+    """One request on its way."""
 
-    sent: bool = False
+    sent: bool = False  # true as soon as a byte of it may have reached the server
+    fault: str = ""  # why its answer was cut off, if we did that
 
 
 CURRENT: ContextVar[Request] = ContextVar("request")
@@ -39,3 +40,9 @@ def mark_sent() -> None:
     """From here on the request may have arrived."""
     if request := CURRENT.get(None):
         request.sent = True
+
+
+def mark_fault(fault: str) -> None:
+    """The answer to the request is not read to its end, and this is why."""
+    if request := CURRENT.get(None):
+        request.fault = fault
