@@ -104,7 +104,9 @@ def _metadata(response: Mapping[str, Any]) -> dict[str, Any]:
     named = {"response_id": response.get("id"), "model": response.get("model"), "stop_reason": response["stop_reason"]}
     return {
         **{name: value if isinstance(value, str) and not text_fault(value) else None for name, value in named.items()},
-        "usage": {name: count if type(count) is int else None for name, count in counts.items()},
+        "usage": {
+            name: count if type(count) is int and 0 <= count < 1 << 53 else None for name, count in counts.items()
+        },
     }
 
 

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from mcp.types import CallToolResult, TextContent, ToolAnnotations
 import miniharness
 from miniharness import faults
 from miniharness.contract import text_fault
-from miniharness.errors import StoreError, UsageError
+from miniharness.errors import TRY_AGAIN, StoreError, UsageError
 from miniharness.mcp.wire import EPOCH_META, TOKEN
 from model import validate_action
 from store import Found, Refused, Ticket, Tickets
@@ -114,9 +115,11 @@ def serve_http(server: MCPServer, host: str, port: int, token: str) -> None:
         allowed_hosts=[f"{name}:{port}" for name in names],
         allowed_origins=[f"http://{name}:{port}" for name in names],
     )
+    listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     app = server.streamable_http_app(json_response=True, stateless_http=True, transport_security=security, host=host)
     print(f"listening on http://{host}:{port}/mcp", file=sys.stderr, flush=True)
-    uvicorn.run(guarded(app, token), host=host, port=port, log_level="warning", access_log=False)  # type: ignore[arg-type]
+    config = uvicorn.Config(guarded(app, token), log_level="warning", access_log=False)  # type: ignore[arg-type]
+    uvicorn.Server(config).run(sockets=[listening])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -128,6 +131,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8765, help="for http (default: %(default)s)")
     args = parser.parse_args(argv)
     token = os.environ.get(TOKEN, "")
+    if not 1 <= args.port <= 65535:
+        parser.error("--port must be from 1 to 65535")
     if args.transport == "http" and not token:
         where = "" if args.host in LOOPBACK else f", all the more on {args.host}, which others can reach"
         parser.error(f"--transport http needs a bearer token in the environment variable {TOKEN}{where}")
@@ -139,8 +144,14 @@ def main(argv: list[str] | None = None) -> int:
     server = build(tickets, os.environ.get(faults.ENVIRONMENT))
     if args.transport == "stdio":
         server.run()
-    else:
+        return 0
+    try:
         serve_http(server, args.host, args.port, token)
+    except OSError as error:
+        print(
+            f"server.py: {args.host} port {args.port} cannot be used: {error.strerror}; choose another", file=sys.stderr
+        )
+        return TRY_AGAIN
     return 0
 
 

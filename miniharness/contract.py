@@ -92,7 +92,9 @@ class Contract(_Frozen):
     provider: str
     model: str
     budget: Budget = Budget()
-    deadline: float | None = None  # seconds since 1970; after it no model request and no dispatch begins
+    deadline: float | None = Field(
+        default=None, allow_inf_nan=False
+    )  # seconds since 1970; after it no model request and no dispatch begins
     command: str  # what a person types to take the run further, without its flags
 
     def fields(self) -> dict[str, Any]:

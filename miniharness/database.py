@@ -6,8 +6,9 @@ Knows no table. `Runs` and the lab's `Tickets` each own one.
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,28 +42,43 @@ class Database:
     def __init__(self, path: Path, application_id: int, migrations: Sequence[str]) -> None:
         self.path = path
         with self._clear_errors():
+            if path.is_file():
+                self._refuse_foreign(application_id, len(migrations))
             self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
             try:
-                self._adopt(application_id, migrations)
+                self._use_wal()
+                self._connection.execute("pragma synchronous = full")
+                self._connection.execute("pragma foreign_keys = on")
+                if self.version < len(migrations):
+                    self._migrate(application_id, migrations)
             except BaseException:
                 self._connection.close()
                 raise
 
-    def _adopt(self, application_id: int, migrations: Sequence[str]) -> None:
-        version, owner = self.version, self._pragma("application_id")
-        tables = self._connection.execute("select count(*) from sqlite_schema").fetchone()[0]
+    def _refuse_foreign(self, application_id: int, known: int) -> None:
+        """Look at a file without changing a byte of it, not even by tidying up after a killed process."""
+        with closing(_read_only(self.path)) as connection:
+            connection.execute("begin")  # one snapshot: another process may be making the file just now
+            version, owner = _pragma(connection, "user_version"), _pragma(connection, "application_id")
+            tables = connection.execute("select count(*) from sqlite_schema").fetchone()[0]
         if (owner, bool(tables)) not in ((application_id, True), (0, False)):
             raise StoreError(f"{self.path} belongs to another program; use another folder")
-        if version > len(migrations):
+        if version > known:
             raise StoreError(
-                f"{self.path} was written by a newer version (schema {version}, this one knows {len(migrations)}); "
-                "use that version"
+                f"{self.path} was written by a newer version (schema {version}, known is {known}); use that version"
             )
-        self._connection.execute("pragma journal_mode = wal")
-        self._connection.execute("pragma synchronous = full")
-        self._connection.execute("pragma foreign_keys = on")
-        if version < len(migrations):
-            self._migrate(application_id, migrations)
+
+    def _use_wal(self) -> None:
+        """Switch the file to WAL; SQLite does not wait for another process that is switching it, so we do."""
+        give_up = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                self._connection.execute("pragma journal_mode = wal")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                    raise
+                time.sleep(0.01)
 
     def _migrate(self, application_id: int, migrations: Sequence[str]) -> None:
         with self.transaction():
@@ -76,10 +92,7 @@ class Database:
     @property
     def version(self) -> int:
         """The number of migrations this file has seen."""
-        return self._pragma("user_version")
-
-    def _pragma(self, name: str) -> int:
-        return int(self._connection.execute(f"pragma {name}").fetchone()[0])
+        return _pragma(self._connection, "user_version")
 
     def execute(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] = ()) -> sqlite3.Cursor:
         """Run one statement."""
@@ -112,15 +125,20 @@ class Database:
         self._connection.close()
 
 
+def _read_only(path: Path) -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> int:
+    return int(connection.execute(f"pragma {name}").fetchone()[0])
+
+
 def inspect(path: Path) -> tuple[int, str]:
     """The schema version of any SQLite file and "ok" or what its integrity check found; changes nothing."""
     try:
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_TIMEOUT_S)
-        try:
-            version = int(connection.execute("pragma user_version").fetchone()[0])
+        with closing(_read_only(path)) as connection:
             found = [str(row[0]) for row in connection.execute("pragma integrity_check(3)")]
-        finally:
-            connection.close()
+            return _pragma(connection, "user_version"), "; ".join(found)
     except sqlite3.Error as error:
         return 0, str(error)
-    return version, "; ".join(found)

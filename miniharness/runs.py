@@ -142,7 +142,12 @@ class Runs:
     # -- reading
 
     def get(self, run_id: str) -> Run | None:
-        """The run as its row has it, or None."""
+        """The run as its row has it, or None.
+
+        Raises:
+            UsageError: `run_id` cannot name a run.
+        """
+        check_identifier("--run", run_id)
         row = self._db.execute(f"select {', '.join(_COLUMNS)} from runs where id = ?", (run_id,)).fetchone()
         return _from_row(row) if row else None
 
@@ -192,7 +197,6 @@ class Runs:
             ContractMismatch: the id stands for another contract; each field that differs is named.
             RunBusy: a living process owns the run, and `take_over` is false.
         """
-        check_identifier("--run", run_id)
         run = self.get(run_id)
         if run is None or run.state not in FINAL:
             with self._db.transaction():

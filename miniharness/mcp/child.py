@@ -123,5 +123,8 @@ class Child:
         self._signal(signal.SIGKILL)  # grandchildren, too
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe and not hasattr(self, "_input"):  # nobody has opened them
+                pipe.close()
         os.close(self._pidfd)
         self._pidfd = -1

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mcp import Client
 
 DEATH_S = 0.2
+SDK_TIMEOUT = -32001
 ACCEPTED = ("2025-11-25", "2026-07-28")
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -122,6 +123,10 @@ class Session:
         params = types.CallToolRequestParams.model_validate(
             {"name": name, "arguments": dict(arguments), "_meta": dict(meta)}
         )
+        try:
+            params.model_dump_json()
+        except ValueError as error:  # over HTTP it would end the whole session
+            raise CallFailed(f"{name}: the request holds text that is not Unicode", sent=False) from error
         request, limit_s = Request(), self._limits.read_s
         token = CURRENT.set(request)
         try:
@@ -157,15 +162,15 @@ class Session:
         """The innermost reason, in words that name no content."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
+        if isinstance(error, RuntimeError):  # the SDK refuses the protocol version, and then closes the connection
+            return str(error)
         if self._child and (self._child.died.is_set() or self._child.fault):
             return f"the server is gone: {self._child.ending}"
         if isinstance(error, ValidationError):
             return f"the answer breaks the protocol ({error.error_count()} faults)"
-        if isinstance(error, TimeoutError):
+        if isinstance(error, TimeoutError) or getattr(error, "code", None) == SDK_TIMEOUT:
             return f"no answer within {self._limits.read_s:g} s"
-        if isinstance(error, UnicodeError):
-            return "the request holds text that is not Unicode"
-        return str(error) or type(error).__name__
+        return str(error).partition("\n")[0] or type(error).__name__  # what follows may quote content
 
 
 def stdio_session(child: Child, limits: Limits, mode: str = "auto") -> Session:
