@@ -32,9 +32,9 @@ def digest(text: str) -> str:
 def text_fault(value: object) -> str | None:
     """Why `value` is not acceptable text, or None when it is: the one rule for goals, proposals and the server.
 
-    Text is a string of 1 to 300 code points with something to see in it, and without control characters (Unicode
-    category Cc, so no NUL and no line break) or lone surrogates (Cs). Something to see is any code point that is
-    neither white space (`str.isspace`) nor an invisible format character (Cf). Nothing is trimmed or normalised.
+    Text is a string of 1 to 300 code points with something to see in it, and without control characters and line
+    breaks (Unicode categories Cc, Zl, Zp) or lone surrogates (Cs). Something to see is any code point that is neither
+    white space (`str.isspace`) nor an invisible format character (Cf). Nothing is trimmed or normalised.
     """
     if not isinstance(value, str):
         return f"must be text, not {type(value).__name__}"
@@ -43,7 +43,7 @@ def text_fault(value: object) -> str | None:
     categories = {unicodedata.category(c) for c in value}
     if "Cs" in categories:
         return "holds half of a surrogate pair, which is not a character"
-    if "Cc" in categories:
+    if categories & {"Cc", "Zl", "Zp"}:
         return "holds a control character (such as NUL, tab or a line break)"
     if all(c.isspace() or unicodedata.category(c) == "Cf" for c in value):
         return "is empty or only white space"

@@ -43,9 +43,10 @@ class Database:
         self.path = path
         with self._clear_errors():
             if path.is_file():
-                self._refuse_foreign(application_id, len(migrations))
+                self._look_first(application_id, len(migrations))
             self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
             try:
+                self._refuse_foreign(self._connection, application_id, len(migrations))
                 self._use_wal()
                 self._connection.execute("pragma synchronous = full")
                 self._connection.execute("pragma foreign_keys = on")
@@ -55,12 +56,20 @@ class Database:
                 self._connection.close()
                 raise
 
-    def _refuse_foreign(self, application_id: int, known: int) -> None:
-        """Look at a file without changing a byte of it, not even by tidying up after a killed process."""
+    def _look_first(self, application_id: int, known: int) -> None:
+        """Look at the file without changing a byte of it, not even by tidying up after a killed process."""
         with closing(_read_only(self.path)) as connection:
-            connection.execute("begin")  # one snapshot: another process may be making the file just now
-            version, owner = _pragma(connection, "user_version"), _pragma(connection, "application_id")
-            tables = connection.execute("select count(*) from sqlite_schema").fetchone()[0]
+            try:
+                self._refuse_foreign(connection, application_id, known)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
+                    raise  # otherwise one was killed while making the file, and only a writer can take that back
+
+    def _refuse_foreign(self, connection: sqlite3.Connection, application_id: int, known: int) -> None:
+        connection.execute("begin")  # one snapshot: another process may be making the file just now
+        version, owner = _pragma(connection, "user_version"), _pragma(connection, "application_id")
+        tables = connection.execute("select count(*) from sqlite_schema").fetchone()[0]
+        connection.execute("commit")
         if (owner, bool(tables)) not in ((application_id, True), (0, False)):
             raise StoreError(f"{self.path} belongs to another program; use another folder")
         if version > known:
@@ -76,7 +85,7 @@ class Database:
                 self._connection.execute("pragma journal_mode = wal")
                 return
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
                     raise
                 time.sleep(0.01)
 

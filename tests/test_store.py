@@ -414,6 +414,24 @@ def test_opening_a_new_file_works_whenever_another_process_makes_it_first(
     assert moments >= 5
 
 
+def test_a_file_whose_maker_was_killed_before_its_first_commit_is_made_again(path: Path, tmp_path: Path) -> None:
+    """A rollback journal that a killed process left beside an unborn file is played back, and the file is used."""
+    connection = sqlite3.connect(tmp_path / "unborn", isolation_level=None)
+    connection.execute("pragma cache_size = 1")  # so that uncommitted pages reach the file
+    connection.execute("begin")
+    connection.execute("create table t (x)")
+    connection.execute("insert into t values (zeroblob(100000))")
+    for suffix in ("", "-journal"):
+        shutil.copy(tmp_path / f"unborn{suffix}", f"{path}{suffix}")
+    connection.close()
+    assert path.stat().st_size > 0
+    store = Tickets(path)
+    assert store.create("a", GOAL).action.model_dump() == GOAL
+    store.close()
+    assert inspect(path) == (len(MIGRATIONS), "ok")
+    assert len(rows(path)) == 1
+
+
 @pytest.mark.process
 def test_two_processes_that_make_the_same_file_at_once_both_work(tmp_path: Path) -> None:
     """Sixty times over, two processes open one new file at the same moment; both can use it and both rows stand."""

@@ -51,7 +51,7 @@ def respond(request: Mapping[str, Any]) -> dict[str, Any]:
         raise ModelUnavailable(f"the provider did not answer within {TIMEOUT_S:g} s; try later") from error
     except anthropic.AnthropicError as error:  # no connection, a connection that broke off, an unreadable answer
         raise ModelUnavailable(f"the provider was not reached ({type(error).__name__}); try later") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelUnavailable("the provider answered with something that is not JSON; try later") from error
     if not isinstance(message, anthropic.types.Message):
         raise ModelUnavailable("something answered in the provider's place, not with a message; try later")
