@@ -136,6 +136,8 @@ class Database:
 
 def _read_only(path: Path) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode=ro"
+    if not any(path.with_name(path.name + log).exists() for log in ("-wal", "-journal")):
+        uri += "&immutable=1"  # nobody is writing: SQLite need not leave lock files of its own behind
     return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
 
 

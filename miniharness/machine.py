@@ -60,7 +60,7 @@ FINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED})
 CERTAIN: dict[State, str] = {
     State.NEW: "the contract is stored; nothing was written",
     State.PLANNED: "this proposal is the one; the model is never asked again for it; nothing was written",
-    State.RECONCILING: "the resource must be looked up before anything else",
+    State.RECONCILING: "what is there is undecided; a restart looks it up before anything else",
     State.WAITING_EXECUTION: "when last looked up, nothing was there; no permit to write was given",
     State.DISPATCHING: "the intent and its debit are on disk; the write may have happened",
     State.RECONCILE_REQUIRED: "when last looked up, nothing was there; going on needs a person's decision",

@@ -84,7 +84,7 @@ def next_command(
         return {"action": "execute", "command": f"{resume} --execute"}
     if run.state is not State.RECONCILE_REQUIRED or (run.cancel and run.looked != run.epoch):
         return {"action": "resume", "command": resume + (" --execute" if permit else "")}
-    if run.may_dispatch:  # an operator granted more
+    if run.may_dispatch and run.looked != run.epoch:  # an operator granted more
         return {"action": "execute", "command": f"{resume} --execute"}
     word = "--by NAME --why REASON"
     if run.conclusive:

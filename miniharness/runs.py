@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,16 @@ class Runs:
         """
         check_identifier("--run", run_id)
         row = self._db.execute(f"select {', '.join(_COLUMNS)} from runs where id = ?", (run_id,)).fetchone()
-        return _from_row(row) if row else None
+        with self._readable(run_id):
+            return _from_row(row) if row else None
+
+    @contextmanager
+    def _readable(self, run_id: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, TypeError, KeyError) as error:
+            said = f"{self._db.path}: what is stored of run {run_id} is damaged; keep the file and restore a backup"
+            raise StoreError(f"{said} ({type(error).__name__})") from error
 
     def require(self, run_id: str) -> Run:
         """The run as its row has it.
@@ -165,16 +175,19 @@ class Runs:
         """Every run, or those in one state, by id."""
         columns, where = ", ".join(_COLUMNS), "where state = :state" if state else ""
         for row in self._db.execute(f"select {columns} from runs {where} order by id", {"state": state}):
-            yield _from_row(row)
+            with self._readable(row[0]):
+                run = _from_row(row)
+            yield run
 
     def events(self, run_id: str) -> list[Recorded]:
         """The whole history of a run, oldest first."""
         sql = "select seq, at, epoch, type, detail, digest from events where run = ? order by seq"
-        rows = self._db.execute(sql, (run_id,))
-        return [
-            Recorded(seq, at, epoch, EventType(kind), json.loads(detail), chained)
-            for seq, at, epoch, kind, detail, chained in rows
-        ]
+        rows = self._db.execute(sql, (run_id,)).fetchall()
+        with self._readable(run_id):
+            return [
+                Recorded(seq, at, epoch, EventType(kind), json.loads(detail), chained)
+                for seq, at, epoch, kind, detail, chained in rows
+            ]
 
     def driven_elsewhere(self, run: Run) -> bool:
         """Whether another process that lives has claimed `run`, and the run has not ended."""
