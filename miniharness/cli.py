@@ -91,7 +91,7 @@ def _table(*columns: str) -> Table:
 
 
 def _print(table: Table) -> None:
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    Console(width=None if sys.stdout.isatty() else 10_000).print(table)  # in a pipe nothing is folded
 
 
 @app.command()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -56,13 +55,10 @@ class Session:
     async def __aenter__(self) -> Session:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         try:
-            await self._stack.aclose()
-        except Exception:  # noqa: S110 - what a broken connection says while it closes changes nothing any more
-            pass
+            with suppress(Exception):  # what a broken connection says while it closes changes nothing any more
+                await self._stack.aclose()
         finally:
             if self._child:
                 self._child.discard()
