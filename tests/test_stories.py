@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import Lab
 
-from store import Tickets
+from miniharness.report import report
+from store import Runs, Tickets
 
 STORIES = sorted((Path(__file__).parent / "stories").glob("*.txt"))
 
@@ -40,7 +41,9 @@ def _type(command: str, lab: Lab, seen: int) -> tuple[list[str], int]:
         other.close()
         return [], seen
     done = lab.run(*args) if program == "lab.py" else lab.operate(*args)
-    now = json.loads(lab.operate("show", "review-001", "--json").stdout)
+    runs = Runs(lab.state_dir)
+    now = report(runs, "review-001")
+    runs.close()
     new = [f"  {e['seq']:>2} e{e['epoch']} {e['type']}{_detail(e['detail'])}" for e in now["events"][seen:]]
     state = f"{now['state']}" + (f": {now['reason']}" if now["reason"] else "")
     follow = f"next {now['next']['action']}; attempts {now['attempts']}; tickets {len(lab.tickets())}"
