@@ -17,10 +17,10 @@ demo: $(VENV)/.installed
 	@$(BIN)/python -c "import sqlite3; [print(*row) for row in sqlite3.connect('$(STATE)/tickets.sqlite').execute('select id, op, payload from tickets')]"
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest -n auto -m ""
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

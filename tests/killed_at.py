@@ -1,0 +1,139 @@
+"""Death at a chosen SQL statement: of connections in this process, or of real `lab.py` and `server.py` processes.
+
+    killed_at.py [--engine ACTION@WHEN] [--server ACTION@WHEN] [--dispatch ACTION] ARGUMENTS-OF-LAB
+
+runs the command with ACTION (`kill`, `stop`, `hang`) before the statement WHEN of the side: a number, or a text
+and `#n` for the n-th statement that holds it. At its end each side tells on standard error how many it executed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sqlite3
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = "tests/killed_at.py"
+CONNECT = sqlite3.connect
+
+
+class Killed(BaseException):
+    """The process would be dead here; nothing that handles errors may handle this."""
+
+
+class Watch:
+    """Counts the statements of the connections made by `connect`, and calls `act` before each one that is `due`."""
+
+    def __init__(self, due: Callable[[int, str], bool], act: Callable[[str], None]) -> None:
+        self.count = 0
+        self._due = due
+        self._act = act
+        self._connections: list[sqlite3.Connection] = []
+
+    def connect(self, path: Any, **options: Any) -> sqlite3.Connection:
+        watch = self
+
+        class Watched(sqlite3.Connection):
+            def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+                watch.before(sql)
+                return super().execute(sql, parameters)
+
+        connection = CONNECT(path, factory=Watched, **options)
+        self._connections.append(connection)
+        return connection
+
+    def before(self, sql: str) -> None:
+        self.count += 1
+        if self._due(self.count, sql):
+            self._act(sql)
+
+    def bury(self) -> None:
+        """Drop every connection, as the end of a process does."""
+        for connection in self._connections:
+            connection.close()
+
+
+def mortal(k: int) -> Watch:
+    """Dies in this process before its k-th statement (0: never), and runs nothing more, not even a rollback."""
+
+    def act(sql: str) -> None:
+        raise Killed(sql)
+
+    return Watch(lambda count, sql: 0 < k <= count, act)
+
+
+def _due(when: str) -> Callable[[int, str], bool]:
+    text, _, nth = when.partition("#")
+    if text.isdecimal():
+        return lambda count, sql: count == int(text)
+    seen: list[str] = []
+
+    def due(count: int, sql: str) -> bool:
+        seen.extend([sql] if text in sql else [])
+        return text in sql and len(seen) == int(nth or 1)
+
+    return due
+
+
+def _perform(action: str, side: str, where: str) -> None:
+    print(f"{side}: {action} before: {' '.join(where.split())[:60]}", file=sys.stderr, flush=True)
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        while True:
+            signal.pause()
+
+
+def _watched(side: str, spec: str) -> Watch:
+    action, _, when = spec.partition("@")
+    watch = Watch(_due(when), lambda sql: _perform(action, side, sql))
+    sqlite3.connect = watch.connect  # type: ignore[assignment]
+    return watch
+
+
+def _end(side: str, watch: Watch, code: int) -> None:
+    print(f"{side}: {watch.count} statements", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _serve(spec: str, argv: list[str]) -> None:
+    import server
+
+    watch = _watched("server", spec)
+    _end("server", watch, server.main(argv))
+
+
+def _lab(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for side in ("--engine", "--server"):
+        parser.add_argument(side, default="kill@0")
+    parser.add_argument("--dispatch")
+    mine, theirs = parser.parse_known_args(argv)
+    import lab
+
+    class Server(lab.Child):
+        def __init__(self, command: list[str], env: dict[str, str]) -> None:
+            super().__init__([sys.executable, __file__, "serve", mine.server, *command[2:]], env)
+
+    class Tool(lab.KeyedTool):
+        async def dispatch(self, key: Any, action: Any, epoch: int) -> Any:
+            if mine.dispatch:
+                _perform(mine.dispatch, "engine", "the dispatch")
+            return await super().dispatch(key, action, epoch)
+
+    lab.Child, lab.KeyedTool = Server, Tool  # type: ignore[misc]
+    watch = _watched("engine", mine.engine)
+    _end("engine", watch, lab.main(theirs))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    _serve(sys.argv[2], sys.argv[3:]) if sys.argv[1] == "serve" else _lab(sys.argv[1:])
