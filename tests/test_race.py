@@ -329,8 +329,11 @@ def _next(lab: Lab, told: dict[str, Any], **env: str) -> None:
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 
 
-@SIGNALS
-@pytest.mark.parametrize("state", WHERE)
+@pytest.mark.parametrize(
+    ("state", "number"),
+    [(state, signal.SIGINT) for state in WHERE]
+    + [pytest.param(state, signal.SIGTERM, marks=pytest.mark.slow) for state in WHERE],
+)
 def test_a_signal_while_the_server_is_slow_stops_with_the_state_and_the_next_command(
     lab: Lab, state: str, number: signal.Signals
 ) -> None:
@@ -363,7 +366,7 @@ def test_a_signal_while_the_model_is_slow_keeps_the_run_new(
     _next(lab, told, **env)
 
 
-@pytest.mark.parametrize("at", [8, 28, 33, 48, 53])
+@pytest.mark.parametrize("at", [8, 33, 53])
 def test_a_signal_before_any_statement_ends_in_order(tmp_path: Path, at: int) -> None:
     """K17: a signal that comes at one statement or another is answered, and what was told next then works."""
     number = signal.SIGTERM if at % 2 else signal.SIGINT
