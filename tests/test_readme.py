@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from conftest import ROOT, tickets
@@ -38,12 +39,9 @@ def test_the_first_minute_works_as_written(tmp_path: Path) -> None:
 
 def test_the_python_example_runs(tmp_path: Path) -> None:
     """The example from Python gives the state, the attempts and the next command."""
-    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0].replace("await execute", "asyncio.run(execute")
-    code = code.replace("execute_write=True)", "execute_write=True))").replace(
-        'Path("state")', f"Path({str(tmp_path)!r})"
-    )
-    program = (
-        "import asyncio\nfrom pathlib import Path\n" + code.replace('result["state"],', 'print(result["state"],') + ")"
-    )
+    *lines, told = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0].splitlines()
+    example = "\n".join([*lines, f"print({told})"]).replace('Path("state")', f"Path({str(tmp_path)!r})")
+    program = "import asyncio\nfrom pathlib import Path\nasync def main():\n" + indent(example, "    ")
+    program += "\nasyncio.run(main())"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith("succeeded 1 python -m miniharness"), done.stderr
