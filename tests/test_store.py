@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,14 @@ def store(path: Path) -> Iterator[Tickets]:
 
 def rows(path: Path, table: str = "tickets") -> list[tuple[Any, ...]]:
     """Every row of a table, read through a connection of its own."""
-    connection = sqlite3.connect(path)
-    try:
+    with closing(sqlite3.connect(path)) as connection:
         return connection.execute(f"select * from {table} order by 1").fetchall()
-    finally:
-        connection.close()
 
 
 def change(path: Path, *statements: str) -> None:
-    connection = sqlite3.connect(path, isolation_level=None)
-    for statement in statements:
-        connection.execute(statement)
-    connection.close()
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for statement in statements:
+            connection.execute(statement)
 
 
 def content(folder: Path) -> dict[str, str]:
