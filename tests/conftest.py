@@ -6,13 +6,12 @@ import json
 import os
 import sqlite3
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Forked
 
-ROOT = Path(__file__).resolve().parent.parent
 GOAL = {"source": "source-001", "title": "核验 Agent Harness 资料"}
 
 
@@ -22,11 +21,9 @@ class Lab:
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir
 
-    def start(self, *args: str, program: tuple[str, ...] = ("lab.py",), **env: str) -> subprocess.Popen[str]:
+    def start(self, *args: str, program: tuple[str, ...] = ("lab.py",), **env: str) -> Forked:
         """Start it and do not wait."""
-        command = [sys.executable, *program, "--state-dir", str(self.state_dir), *args]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=ROOT, env=os.environ | env, stdout=pipe, stderr=pipe, text=True)
+        return Forked([*program, "--state-dir", str(self.state_dir), *args], os.environ | env)
 
     def run(self, *args: str, program: tuple[str, ...] = ("lab.py",), **env: str) -> subprocess.CompletedProcess[str]:
         """Run it to its end."""

@@ -174,7 +174,7 @@ def test_a_disk_that_is_full_loses_nothing_and_goes_on_when_there_is_room(disk: 
 # -- where the state folder may be -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["a/b/c/state", "with a space", "核验 状态", 'it\'s "quoted" $HOME', "#?%41"])
+@pytest.mark.parametrize("name", ["a/b/核验 状态", 'it\'s "quoted" $HOME #?%41'])
 def test_a_state_folder_of_any_name_works(tmp_path: Path, name: str) -> None:
     """K20: missing parents are made, and the next command that is printed is quoted so that a shell takes it."""
     lab = Lab(tmp_path / name)

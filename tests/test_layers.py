@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from forked import ROOT
 
 ROOT_FILES = ("lab", "model", "store", "server")
 PACKAGE = sorted((ROOT / "miniharness").rglob("*.py"))

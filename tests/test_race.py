@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import GOAL, ROOT, Lab
+from conftest import GOAL, Lab
+from forked import ROOT, Forked
 from killed_at import PROGRAM
 
 import lab as program
@@ -33,16 +34,7 @@ ONE_TICKET = [(f"{RUN}:ticket", GOAL)]
 TOKEN = "MINIHARNESS_TOKEN"
 
 
-def until(process: subprocess.Popen[str], text: str) -> None:
-    """Read the process's standard error up to the line that begins with `text`."""
-    assert process.stderr
-    for line in process.stderr:
-        if line.startswith(text):
-            return
-    pytest.fail(f"{text!r} was never said")
-
-
-def frozen(process: subprocess.Popen[str]) -> bool:
+def frozen(process: Forked) -> bool:
     """Wait until the process is stopped."""
     for _ in range(500):
         if Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T":
@@ -51,7 +43,7 @@ def frozen(process: subprocess.Popen[str]) -> bool:
     return False
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any]]:
+def ended(process: Forked) -> tuple[int, dict[str, Any]]:
     """The exit code and the JSON answer of a process."""
     out, err = process.communicate(timeout=60)
     assert "Traceback" not in err, err
@@ -69,7 +61,7 @@ def proven(state_dir: Path) -> None:
 
 
 @pytest.fixture
-def sleeper(lab: Lab) -> Iterator[subprocess.Popen[str]]:
+def sleeper(lab: Lab) -> Iterator[Forked]:
     """A command that froze with its intent on disk and its request not yet sent; its server lives."""
     process = lab.start("--dispatch", "stop", "--execute", "--json", program=(PROGRAM,))
     assert frozen(process)
@@ -78,12 +70,12 @@ def sleeper(lab: Lab) -> Iterator[subprocess.Popen[str]]:
     process.wait()
 
 
-def _thawed(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any]]:
+def _thawed(process: Forked) -> tuple[int, dict[str, Any]]:
     process.send_signal(signal.SIGCONT)
     return ended(process)
 
 
-def test_a_frozen_owner_is_busy_and_a_take_over_replaces_it(lab: Lab, sleeper: subprocess.Popen[str]) -> None:
+def test_a_frozen_owner_is_busy_and_a_take_over_replaces_it(lab: Lab, sleeper: Forked) -> None:
     """K3: frozen is alive; a forced take-over finishes; thawed, the old one is refused by the journal and says so."""
     busy = lab.run("--execute", "--json")
     told = json.loads(busy.stdout)
@@ -102,7 +94,7 @@ def test_a_frozen_owner_is_busy_and_a_take_over_replaces_it(lab: Lab, sleeper: s
     proven(lab.state_dir)
 
 
-def test_a_thawed_request_creates_nothing_after_a_cancel(lab: Lab, sleeper: subprocess.Popen[str]) -> None:
+def test_a_thawed_request_creates_nothing_after_a_cancel(lab: Lab, sleeper: Forked) -> None:
     """K3: cancelled means that nothing can still land, also not the request of an owner that was frozen meanwhile."""
     assert lab.operate("cancel", RUN).returncode == 0
     cancelled = lab.run("--take-over", "--json")
@@ -113,7 +105,7 @@ def test_a_thawed_request_creates_nothing_after_a_cancel(lab: Lab, sleeper: subp
     proven(lab.state_dir)
 
 
-def test_an_owner_that_thaws_without_a_take_over_goes_on(lab: Lab, sleeper: subprocess.Popen[str]) -> None:
+def test_an_owner_that_thaws_without_a_take_over_goes_on(lab: Lab, sleeper: Forked) -> None:
     """A freeze alone costs nothing: the run was left alone and its owner finishes with one attempt."""
     assert lab.run("--execute").returncode == 75
     code, told = _thawed(sleeper)
@@ -121,7 +113,7 @@ def test_an_owner_that_thaws_without_a_take_over_goes_on(lab: Lab, sleeper: subp
     assert lab.tickets() == ONE_TICKET
 
 
-@pytest.mark.parametrize("when", ["insert into events#4", "insert into events#6", "commit#7"])
+@pytest.mark.parametrize("when", ["insert into events#6", "commit#7"])
 def test_an_owner_frozen_inside_a_commit_holds_the_file_and_loses_nothing(lab: Lab, when: str) -> None:
     """Frozen with the write lock: others are told that the file is locked; killed there, the next one takes it."""
     process = lab.start("--engine", f"stop@{when}", "--execute", program=(PROGRAM,))
@@ -233,7 +225,7 @@ async def test_a_write_that_arrives_after_the_look_up_is_refused_by_the_server(l
 
 def test_two_commands_that_start_at_once_make_one_ticket(tmp_path: Path) -> None:
     """K12: on a fresh folder one drives; the other names it and exits 75, or comes late and reads the finished run."""
-    for attempt in range(4):
+    for attempt in range(3):
         lab = Lab(tmp_path / str(attempt))
         both = [lab.start("--execute", "--json") for _ in range(2)]
         answers = [ended(process) for process in both]
@@ -341,7 +333,7 @@ def test_a_signal_while_the_server_is_slow_stops_with_the_state_and_the_next_com
     if state == "waiting_execution":
         assert lab.run().returncode == 0
     process = lab.start("--server", WHERE[state], "--execute", "--json", program=(PROGRAM,))
-    until(process, "server: hang")
+    assert process.says("server: hang")
     process.send_signal(number)
     code, told = ended(process)
     assert (code, told["state"], told["interrupted"]["error"]) == (75, state, "Interrupted")
@@ -401,7 +393,7 @@ def test_a_signal_while_a_finished_run_is_read_changes_nothing(lab: Lab, number:
 def test_a_second_signal_ends_the_command_at_once(lab: Lab) -> None:
     """Whoever presses Ctrl-C twice does not wait for a server to be closed in order; the run can go on all the same."""
     process = lab.start("--server", "hang@insert into tickets", "--execute", "--json", program=(PROGRAM,))
-    until(process, "server: hang")
+    assert process.says("server: hang")
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.05)

@@ -11,7 +11,8 @@ from pathlib import Path
 from textwrap import indent
 
 import pytest
-from conftest import ROOT, tickets
+from conftest import tickets
+from forked import ROOT
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)

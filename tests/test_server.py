@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 import uvicorn
-from conftest import GOAL, ROOT, tickets
+from conftest import GOAL, tickets
+from forked import ROOT
 from mcp import Client
 from mcp.types import CallToolResult
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import GOAL, ROOT
+from conftest import GOAL
+from forked import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 
 import fake_server
 import pytest
-from conftest import GOAL, ROOT
+from conftest import GOAL
+from forked import ROOT
 from pydantic import BaseModel
 
 import lab
