@@ -7,72 +7,75 @@ next is the machine's business, what is true is the journal's.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import logging
 import os
-import shlex
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import miniharness
 import model as model_side
 from miniharness import faults
 from miniharness.contract import Budget, Contract, Tool
-from miniharness.engine import Ports, drive
 from miniharness.errors import INTERNAL, ContractMismatch, HarnessError, Interrupted, UsageError
 from miniharness.machine import FINAL, Run, State
-from miniharness.mcp.child import Child
-from miniharness.mcp.keyed import KeyedTool, Pair
-from miniharness.mcp.session import Session, http_session, stdio_session
 from miniharness.mcp.wire import TOKEN, Limits
 from miniharness.models import anthropic, scripted
 from miniharness.report import exit_code, nothing, report, summary
-from store import Found, Runs
+from miniharness.runs import Runs, refuse_other
+
+if TYPE_CHECKING:
+    from miniharness.engine import Ports
+    from miniharness.mcp.session import Session
 
 RUN = "review-001"
 GOAL = {"source": "source-001", "title": "核验 Agent Harness 资料"}
-TOOL = Tool(name="create_review_ticket", resource="ticket", fences=True, deduplicates=True)
+OWN_SERVER = "stdio"
+TOOL = Tool(name="create_review_ticket", resource="ticket", server=OWN_SERVER, fences=True, deduplicates=True)
+CLEAN = frozenset({"invalid", "conflict", "stale"})  # the server's errors that mean: certainly not written
 COMMAND = "python lab.py"
 SERVER = Path(__file__).with_name("server.py")
-
-TOOLS = Pair(
-    look_up="lookup_review_ticket",
-    write=TOOL.name,
-    noun=TOOL.resource,
-    fields=frozenset(GOAL),
-    answer=Found,
-    clean=frozenset({"invalid", "conflict", "stale"}),
-)
+STOPS = {signal.SIGINT, signal.SIGTERM}
 
 
-def session_for(state_dir: Path, url: str | None = None, fault: str | None = None) -> Session:
-    """A session with the ticket server: our own child, which starts now, or the running one at `url`.
+def session_for(state_dir: Path, server: str = OWN_SERVER, fault: str | None = None) -> Session:
+    """A session with the ticket server: our own child, which starts now, or the running one at the URL `server`.
 
     Raises:
         ToolUnavailable: the child cannot be started.
     """
-    if url:
-        return http_session(url, os.environ[TOKEN], Limits())
+    if server != OWN_SERVER:
+        from miniharness.mcp.session import http_session
+
+        return http_session(server, os.environ[TOKEN], Limits())
+    from miniharness.mcp.child import Child
+
     env = {faults.ENVIRONMENT: fault} if fault == faults.SERVER_AFTER_COMMIT else {}
     child = Child([sys.executable, str(SERVER), "--db", str(state_dir / "tickets.sqlite")], env)
+    from miniharness.mcp.session import stdio_session  # while the child is starting
+
     return stdio_session(child, Limits())
 
 
 def contract_for(
     stored: Run | None,
-    expected: Mapping[str, str] | None,
+    expected: Mapping[str, str] | None = None,
     *,
-    provider: str | None,
-    model: str | None,
-    budget: Budget | None,
-    deadline: float | None,
+    provider: str | None = None,
+    model: str | None = None,
+    url: str | None = None,
+    budget: Budget | None = None,
+    deadline: float | None = None,
 ) -> Contract:
     """The contract that is asked for; what is not said is as the stored run has it, or the default for a new one.
 
@@ -88,15 +91,42 @@ def contract_for(
         model = was.model
     elif not model and provider == "anthropic":
         raise UsageError("--provider anthropic needs --model NAME")
+    if was is None and deadline is not None and deadline <= time.time():
+        raise UsageError("--deadline is in the past; a new run could not do anything")
     return Contract(
-        goal=dict(goal),
-        tool=TOOL,
+        goal=goal,
+        tool=replace(TOOL, server=_checked_server(url)) if url or was is None else was.tool,
         provider=provider,
         model=model or scripted.MODEL,
         budget=budget or (was.budget if was else Budget()),
         deadline=deadline if deadline is not None or was is None else was.deadline,
         command=COMMAND,
     )
+
+
+def _checked_server(url: str | None) -> str:
+    if url is None or url == OWN_SERVER:
+        return OWN_SERVER
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"--url {url!a} must begin with http:// or https:// and a host")
+    if "@" in parts.netloc:
+        raise UsageError(f"--url must not hold a password; put the server's bearer token into {TOKEN}")
+    return url
+
+
+def finished(state_dir: Path, run: str = RUN, **asked: Any) -> dict[str, Any] | None:
+    """The report of a run that has ended, without a model, a tool or an SDK; None when there is something to do.
+
+    Raises:
+        as `execute` does.
+    """
+    with closing(Runs(state_dir)) as runs:
+        stored = runs.get(run)
+        if stored is None or stored.state not in FINAL:
+            return None
+        refuse_other(stored, contract_for(stored, **asked))
+        return report(runs, run)
 
 
 async def execute(
@@ -122,68 +152,92 @@ async def execute(
         UsageError, ContractMismatch: the call is wrong; nothing was changed.
         StoreError: the journal itself cannot be opened or read.
     """
-    runs = Runs(state_dir)
-    try:
+    asked = {"provider": provider, "model": model, "url": url, "budget": budget, "deadline": deadline}
+    with closing(Runs(state_dir)) as runs:
         stored = runs.get(run)
-        contract = contract_for(stored, expected, provider=provider, model=model, budget=budget, deadline=deadline)
-        _check_secrets(contract, stored.state if stored else State.NEW, url)
+        contract = contract_for(stored, expected, **asked)  # type: ignore[arg-type]
+        _check_secrets(contract, stored.state if stored else State.NEW)
         stopped = None
         try:
-            opened = runs.open(run, contract, take_over)
+            opened = await runs.open(run, contract, take_over)
             if opened.state not in FINAL:
-                await _drive(runs, opened, execute_write, url, fault)
+                await _drive(runs, opened, execute_write, fault)
         except (UsageError, ContractMismatch):
             raise
         except HarnessError as error:
             stopped = error
-        return report(runs, run, stopped, permit=execute_write, flags=_flags(url))
-    finally:
-        runs.close()
+        return report(runs, run, stopped, permit=execute_write)
 
 
-def _check_secrets(contract: Contract, state: State, url: str | None) -> None:
+def _check_secrets(contract: Contract, state: State) -> None:
     """Ask for what a run in `state` will need from the environment, before anything is opened or debited."""
     if state is State.NEW and contract.provider == "anthropic":
         anthropic.require_key()
-    if state not in FINAL and url and not os.environ.get(TOKEN):
-        raise UsageError(f"--url needs the server's bearer token in the environment variable {TOKEN}")
+    if state not in FINAL and contract.tool.server != OWN_SERVER and not os.environ.get(TOKEN):
+        raise UsageError(f"{contract.tool.server} needs the server's bearer token in the environment variable {TOKEN}")
 
 
-async def _drive(runs: Runs, run: Run, permit: bool, url: str | None, fault: str | None) -> None:
-    async with session_for(runs.folder, url, fault) as session:
-        propose = partial(model_side.propose, provider=run.contract.provider, model=run.contract.model)
-        await drive(runs, run, Ports(propose, faults.FaultyTool(KeyedTool(session, TOOLS), fault)), permit)
+async def _drive(runs: Runs, run: Run, permit: bool, fault: str | None) -> None:
+    from miniharness.engine import drive
+
+    async with session_for(runs.folder, run.contract.tool.server, fault) as session:
+        await drive(runs, run, _ports(run.contract, session, fault), permit)
 
 
-def _flags(url: str | None) -> str:
-    return f" --transport http --url {shlex.quote(url)}" if url else ""
+def _ports(contract: Contract, session: Session, fault: str | None = None) -> Ports:
+    from miniharness.engine import Ports
+    from miniharness.mcp.keyed import KeyedTool, Pair
+    from store import Found
+
+    pair = Pair(
+        look_up="lookup_review_ticket",
+        write=TOOL.name,
+        noun=TOOL.resource,
+        fields=frozenset(GOAL),
+        answer=Found,
+        clean=CLEAN,
+    )
+    propose = partial(model_side.propose, provider=contract.provider, model=contract.model)
+    return Ports(propose, faults.FaultyTool(KeyedTool(session, pair), fault))
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
-def _time(text: str) -> datetime:
+def _time(text: str) -> float:
     try:
-        return datetime.fromisoformat(text)
-    except ValueError:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a time like 2026-12-01T09:00 or 2026-12-01T09:00Z") from None
 
 
+def _text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
+
+
+def _folder(text: str) -> Path:
+    return Path(_text(text))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lab.py", description="Create one review ticket, crash-recoverably.")
+    parser = argparse.ArgumentParser(
+        prog="lab.py", description="Create one review ticket, crash-recoverably.", allow_abbrev=False
+    )
     add = parser.add_argument
-    add("--state-dir", type=Path, required=True, metavar="DIR", help="where both databases live; made if missing")
+    add("--state-dir", type=_folder, required=True, metavar="DIR", help="where both databases live; made if missing")
     add("--run", default=RUN, metavar="ID", help="the run's name (default: %(default)s)")
     add("--source", metavar="S", help=f"goal: the source (default for a new run: {GOAL['source']})")
     add("--title", metavar="T", help=f"goal: the title (default for a new run: {GOAL['title']})")
     add("--execute", action="store_true", help="the permit: this command may write")
     add("--provider", choices=model_side.PROVIDERS, help="who proposes (default for a new run: fixture)")
-    add("--model", metavar="NAME", help="the provider's model")
+    add("--model", type=_text, metavar="NAME", help="the provider's model")
     add("--dispatches", type=int, metavar="N", help="budget: at most N writes are sent (default: 3)")
     add("--model-requests", type=int, metavar="N", help="budget: the model is asked at most N times (default: 5)")
-    add("--deadline", type=_time, metavar="TIME", help="ISO 8601; nothing new begins after it")
-    add("--transport", choices=("stdio", "http"), default="stdio", help="how to reach the ticket server")
-    add("--url", metavar="URL", help=f"of a running HTTP server; its token is read from {TOKEN}")
+    add("--deadline", type=_time, metavar="TIME", help="ISO 8601, local without a zone; nothing new begins after it")
+    add("--transport", choices=("stdio", "http"), help="how to reach the ticket server (default for a new run: stdio)")
+    add("--url", type=_text, metavar="URL", help=f"of a running HTTP server; its token is read from {TOKEN}")
     add("--fault", choices=faults.POINTS, help="die at this point, to see the recovery")
     add("--take-over", action="store_true", help="take the run from an owner that lives but is stuck")
     add("--json", action="store_true", help="print one JSON object")
@@ -191,33 +245,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `execute`."""
+def _asked(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `contract_for`."""
     if (args.transport == "http") != bool(args.url):
         raise UsageError("--transport http and --url URL belong together")
     if args.url and args.fault == faults.SERVER_AFTER_COMMIT:
         raise UsageError(f"--fault {args.fault} needs our own server; leave out --transport http")
-    named = {"dispatches": args.dispatches, "model_requests": args.model_requests}
-    limits = {name: value for name, value in named.items() if value is not None}
-    if bad := [name for name, value in limits.items() if not 1 <= value <= 1000]:
-        raise UsageError(f"--{bad[0].replace('_', '-')} must be from 1 to 1000")
+    limits = {"dispatches": args.dispatches, "model_requests": args.model_requests}
+    limits = {name: value for name, value in limits.items() if value is not None}
     goal = {"source": args.source, "title": args.title}
     return {
-        "run": args.run,
         "expected": {field: value for field, value in goal.items() if value is not None},
         "provider": args.provider,
         "model": args.model,
-        "execute_write": args.execute,
-        "url": args.url,
-        "fault": args.fault,
-        "take_over": args.take_over,
+        "url": OWN_SERVER if args.transport == "stdio" else args.url,
         "budget": Budget(**limits) if limits else None,
-        "deadline": args.deadline.timestamp() if args.deadline else None,
+        "deadline": args.deadline,
     }
 
 
 async def _until_signalled(work: Any) -> dict[str, Any]:
     """Await `work`; the first SIGINT or SIGTERM cancels it, a second one ends the process at once."""
+    import asyncio
+
     task = asyncio.ensure_future(work)
     received: list[str] = []
 
@@ -228,13 +278,25 @@ async def _until_signalled(work: Any) -> dict[str, Any]:
         task.cancel()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOPS:
         loop.add_signal_handler(number, stop, number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     try:
         result: dict[str, Any] = await task
         return result
     except asyncio.CancelledError:
         raise Interrupted(f"interrupted by {received[0]}") from None
+
+
+def _result(args: argparse.Namespace) -> dict[str, Any]:
+    """Do what the command asks; a finished run is only read, so that this takes no time."""
+    asked = _asked(args)
+    if told := finished(args.state_dir, args.run, **asked):
+        return told
+    import asyncio
+
+    how = {"execute_write": args.execute, "fault": args.fault, "take_over": args.take_over}
+    return asyncio.run(_until_signalled(execute(args.state_dir, run=args.run, **how, **asked)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -244,7 +306,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     error: HarnessError | None = None
     try:
-        result = asyncio.run(_until_signalled(execute(args.state_dir, **_arguments(args))))
+        result = _result(args)
     except HarnessError as stopped:
         error, result = stopped, _as_stored(args, stopped)
     except Exception:
@@ -262,16 +324,14 @@ def main(argv: list[str] | None = None) -> int:
 def _as_stored(args: argparse.Namespace, error: HarnessError) -> dict[str, Any]:
     """The report of a run that the command could not take further."""
     try:
-        runs = Runs(args.state_dir)
-        try:
-            return report(runs, args.run, error, permit=args.execute, flags=_flags(args.url))
-        finally:
-            runs.close()
+        with closing(Runs(args.state_dir)) as runs:
+            return report(runs, args.run, error, permit=args.execute)
     except HarnessError:
-        return nothing(args.run, "the journal cannot be read", {"error": type(error).__name__, "message": str(error)})
+        return nothing(args.run, "nothing could be read", error)
 
 
 if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until somebody listens, and for good when all is read and told
     code = main()
     sys.stdout.flush()
     os._exit(code)  # everything is on disk; the SDK's teardown would take longer than the run

@@ -34,6 +34,9 @@ Why = Annotated[str, typer.Option("--why", help="the reason, for the history")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
+PERSON = "needs a person"
+
+
 class Verdict(StrEnum):
     """What a person may settle a run as."""
 
@@ -44,10 +47,20 @@ class Verdict(StrEnum):
 def main() -> None:
     """Run the command; a `HarnessError` is one line on standard error and its exit code."""
     try:
-        app()
+        app(_folder_first(sys.argv[1:]))
     except HarnessError as error:
         print(f"miniharness: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def _folder_first(argv: list[str]) -> list[str]:
+    """The arguments with `--state-dir DIR` before the command, wherever it was typed."""
+    for at, word in enumerate(argv):
+        if word == "--state-dir":
+            return argv[at : at + 2] + argv[:at] + argv[at + 2 :]
+        if word.startswith("--state-dir="):
+            return [word, *argv[:at], *argv[at + 1 :]]
+    return argv
 
 
 def _version(asked: bool) -> None:
@@ -68,7 +81,7 @@ def _options(
 def _folder(ctx: typer.Context) -> Path:
     folder: Path | None = ctx.obj
     if folder is None:
-        raise UsageError("--state-dir DIR is missing; it comes before the command")
+        raise UsageError("--state-dir DIR is missing")
     if not (folder / "runs.sqlite").exists():
         raise UsageError(f"--state-dir {folder} holds no runs.sqlite; give the folder that a run was made in")
     return folder
@@ -124,17 +137,23 @@ def show(ctx: typer.Context, run: RunId, as_json: Json = False) -> None:
 
 
 @app.command()
-def replay(ctx: typer.Context, run: RunId) -> None:
+def replay(
+    ctx: typer.Context, run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="default: all")] = None
+) -> None:
     """Fold the history again, compare it with the row, and check the hash chain."""
+    broken = False
     with _journal(ctx) as journal:
-        faults, stored = journal.replay(run), journal.require(run)
-    for fault in faults:
-        print(f"{run}: {fault}")
-    if faults:
+        for stored in [journal.require(run)] if run else journal.all():
+            faults = journal.replay(stored.id)
+            broken |= bool(faults)
+            for fault in faults:
+                print(f"{stored.id}: {fault}")
+            if not faults:
+                whole = f"{stored.version} events, the chain is whole, and they give the stored row"
+                print(f"{stored.id}: {whole}: {stored.state}, head {stored.head}")
+    if broken:
         print("next: keep the file as it is, and restore a backup")
         raise typer.Exit(ENDED_BADLY)
-    print(f"{run}: {stored.version} events, the chain is whole, and they give the stored row: {stored.state}")
-    print(f"head: {stored.head}")
 
 
 @app.command()
@@ -192,11 +211,11 @@ def doctor(ctx: typer.Context) -> None:
         for run in journal.all():
             if what := _concern(journal, run):
                 table.add_row(run.id, run.state, what, next_command(run, journal.folder)["command"])
-                waiting += run.state is State.RECONCILE_REQUIRED
+                waiting += what.startswith(PERSON)
     if table.row_count:
         _print(table)
     else:
-        print("every run has ended or is being driven; nothing to do")
+        print("every run has ended or is being driven; nothing to do. To prove their histories: replay")
     if waiting:
         raise typer.Exit(NEEDS_A_PERSON)
 
@@ -214,11 +233,10 @@ def _examine(folder: Path) -> bool:
 def _concern(journal: Runs, run: Run) -> str | None:
     if run.state in FINAL or journal.driven_elsewhere(run):
         return None
-    if run.state is State.RECONCILE_REQUIRED:
-        return f"needs a person: {run.reason}"
-    if run.state is State.WAITING_EXECUTION:
-        return "waits for a permit"
-    return "its owner is gone; it stopped early"
+    action = next_command(run, journal.folder)["action"]
+    if action in ("ask_operator", "settle"):
+        return f"{PERSON}: {run.reason}"
+    return "waits for a permit" if action == "execute" else "stopped early; nobody drives it"
 
 
 @app.command()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import unicodedata
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
-
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from miniharness.errors import UsageError
 
@@ -19,9 +20,10 @@ IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 TEXT_LIMIT = 300  # Unicode code points
 
 
-def canonical(value: Any) -> str:
-    """The one JSON text of a value: sorted keys, no spaces, no escapes; equal texts mean equal values."""
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
+canonical: Callable[[Any], str] = json.JSONEncoder(
+    ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False
+).encode
+"""The one JSON text of a value: sorted keys, no spaces, no escapes; equal texts mean equal values."""
 
 
 def digest(text: str) -> str:
@@ -50,57 +52,93 @@ def text_fault(value: object) -> str | None:
     return None
 
 
-def check_identifier(field: str, value: str) -> str:
+def check_identifier(value: str) -> str:
     """Return `value` if it can name a run: 1 to 64 of A-Z a-z 0-9 . _ - and a letter or digit first.
 
     Raises:
-        UsageError: it cannot; names the field and the rule.
+        UsageError: it cannot; names the rule.
     """
     if not IDENTIFIER.fullmatch(value):
         shown = ascii(value if len(value) <= 80 else value[:77] + "...")
         raise UsageError(
-            f"{field} {shown} is not allowed: use 1 to 64 of A-Z a-z 0-9 . _ - and begin with a letter or digit"
+            f"the run id {shown} is not allowed: use 1 to 64 of A-Z a-z 0-9 . _ - and begin with a letter or digit"
         )
     return value
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How often the run may reach outside; each is debited on disk before the request it pays for.
+
+    Raises:
+        UsageError: a limit is not a whole number from 1 to 1000.
+    """
+
+    dispatches: int = 3
+    model_requests: int = 5
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if type(value) is not int or not 1 <= value <= 1000:
+                raise UsageError(f"the budget's {name} must be a whole number from 1 to 1000, not {value!r}")
 
 
-class Budget(_Frozen):
-    """How often the run may reach outside; each is debited on disk before the request it pays for."""
-
-    dispatches: int = Field(default=3, ge=1, le=1000)
-    model_requests: int = Field(default=5, ge=1, le=1000)
-
-
-class Tool(_Frozen):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
     """What the operator declares of the write tool; nothing here is taken from the server's own word."""
 
     name: str
     resource: str  # what one operation creates; the last part of the operation key
+    server: str = "stdio"  # where its effects go: our own child, or the URL of a running server
     fences: bool  # a look-up with a higher epoch makes the server refuse every older request
     deduplicates: bool  # a second request with the same key has no second effect
 
 
-class Contract(_Frozen):
-    """Goal, permitted tool, model, budgets and deadline of one run, frozen when the run opens."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """Goal, permitted tool, model, budgets and deadline of one run, frozen when the run opens.
 
-    goal: dict[str, JsonValue]  # field -> value that the resource must have
+    Raises:
+        UsageError: names the field that is of another type, not JSON, or not finite.
+    """
+
+    goal: dict[str, Any]  # field -> value that the resource must have
     tool: Tool
     provider: str
     model: str
     budget: Budget = Budget()
-    deadline: float | None = Field(
-        default=None, allow_inf_nan=False
-    )  # seconds since 1970; after it no model request and no dispatch begins
+    deadline: float | None = None  # seconds since 1970; after it no model request and no dispatch begins
     command: str  # what a person types to take the run further, without its flags
+
+    def __post_init__(self) -> None:
+        kinds = {"goal": dict, "tool": Tool, "provider": str, "model": str, "budget": Budget, "command": str}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise UsageError(f"the contract's {name} must be of type {kind.__name__}")
+        try:
+            canonical(self.goal).encode()
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"the contract's goal must be JSON: {error}") from error
+        if self.deadline is not None and not (type(self.deadline) is float and math.isfinite(self.deadline)):
+            raise UsageError(f"the contract's deadline must be a float, not {self.deadline!r}")
+
+    def plain(self) -> dict[str, Any]:
+        """The contract as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Contract:
+        """The contract that `plain` was made of.
+
+        Raises:
+            TypeError, KeyError, UsageError: it was made of none.
+        """
+        return cls(**{**plain, "tool": Tool(**plain["tool"]), "budget": Budget(**plain["budget"])})
 
     def fields(self) -> dict[str, Any]:
         """Every field by its dotted name, for comparing two contracts."""
         flat: dict[str, Any] = {}
-        for name, value in self.model_dump(mode="json").items():
+        for name, value in self.plain().items():
             if isinstance(value, dict):
                 flat |= {f"{name}.{inner}": item for inner, item in value.items()}
             else:

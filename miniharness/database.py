@@ -1,20 +1,27 @@
 """One SQLite file: opened safely, migrated, used one transaction at a time, and every failure of it one clear error.
 
-Knows no table. `Runs` and the lab's `Tickets` each own one.
+Those who write at the same moment share a transaction (`write`). Knows no table. `Runs` and the lab's `Tickets` each
+own one.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from miniharness.errors import StoreError
+from miniharness.errors import HarnessError, StoreError
+
+if TYPE_CHECKING:
+    from asyncio import Future
 
 BUSY_TIMEOUT_S = 5.0
+BUSY_PAUSE_S = 0.001  # SQLite's own waits grow to 100 ms, so with many writers the unlucky one starves
+
+T = TypeVar("T")
 
 _ADVICE = {
     sqlite3.SQLITE_BUSY: "another program holds it locked; end that program, then run the same command again",
@@ -41,15 +48,16 @@ class Database:
 
     def __init__(self, path: Path, application_id: int, migrations: Sequence[str]) -> None:
         self.path = path
+        self._waiting: list[tuple[Callable[[], Any], Future[Any]]] = []
         with self._clear_errors():
             if path.is_file():
                 self._look_first(application_id, len(migrations))
-            self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+            self._connection = sqlite3.connect(path, timeout=0, isolation_level=None)
             try:
-                self._refuse_foreign(self._connection, application_id, len(migrations))
-                self._use_wal()
-                self._connection.execute("pragma synchronous = full")
-                self._connection.execute("pragma foreign_keys = on")
+                self._refuse_foreign(self._patiently, application_id, len(migrations))
+                self._patiently("pragma journal_mode = wal")
+                self._patiently("pragma synchronous = full")
+                self._patiently("pragma foreign_keys = on")
                 if self.version < len(migrations):
                     self._migrate(application_id, migrations)
             except BaseException:
@@ -60,34 +68,22 @@ class Database:
         """Look at the file without changing a byte of it, not even by tidying up after a killed process."""
         with closing(_read_only(self.path)) as connection:
             try:
-                self._refuse_foreign(connection, application_id, known)
+                self._refuse_foreign(connection.execute, application_id, known)
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
                     raise  # otherwise one was killed while making the file, and only a writer can take that back
 
-    def _refuse_foreign(self, connection: sqlite3.Connection, application_id: int, known: int) -> None:
-        connection.execute("begin")  # one snapshot: another process may be making the file just now
-        version, owner = _pragma(connection, "user_version"), _pragma(connection, "application_id")
-        tables = connection.execute("select count(*) from sqlite_schema").fetchone()[0]
-        connection.execute("commit")
+    def _refuse_foreign(self, execute: Callable[[str], sqlite3.Cursor], application_id: int, known: int) -> None:
+        execute("begin")  # one snapshot: another process may be making the file just now
+        version, owner = _pragma(execute, "user_version"), _pragma(execute, "application_id")
+        tables = execute("select count(*) from sqlite_schema").fetchone()[0]
+        execute("commit")
         if (owner, bool(tables)) not in ((application_id, True), (0, False)):
             raise StoreError(f"{self.path} belongs to another program; use another folder")
         if version > known:
             raise StoreError(
                 f"{self.path} was written by a newer version (schema {version}, known is {known}); use that version"
             )
-
-    def _use_wal(self) -> None:
-        """Switch the file to WAL; SQLite does not wait for another process that is switching it, so we do."""
-        give_up = time.monotonic() + BUSY_TIMEOUT_S
-        while True:
-            try:
-                self._connection.execute("pragma journal_mode = wal")
-                return
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
-                    raise
-                time.sleep(0.01)
 
     def _migrate(self, application_id: int, migrations: Sequence[str]) -> None:
         with self.transaction():
@@ -101,33 +97,87 @@ class Database:
     @property
     def version(self) -> int:
         """The number of migrations this file has seen."""
-        return _pragma(self._connection, "user_version")
+        return _pragma(self._patiently, "user_version")
 
     def execute(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] = ()) -> sqlite3.Cursor:
         """Run one statement."""
-        with self._clear_errors():
-            return self._connection.execute(sql, parameters)
+        try:
+            return self._patiently(sql, parameters)
+        except sqlite3.Error as error:
+            raise self._explained(error) from error
+
+    def _patiently(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] = ()) -> sqlite3.Cursor:
+        """Run one statement; while another process holds the file, ask again."""
+        give_up = 0.0
+        while True:
+            try:
+                return self._connection.execute(sql, parameters)
+            except sqlite3.OperationalError as error:
+                give_up = give_up or time.monotonic() + BUSY_TIMEOUT_S
+                if _primary_code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                    raise
+            time.sleep(BUSY_PAUSE_S)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """One write transaction: everything inside is on disk when it ends, or nothing of it."""
         with self._clear_errors():
-            self._connection.execute("begin immediate")
+            self._patiently("begin immediate")
             try:
                 yield
-                self._connection.execute("commit")  # on disk from here on
+                self._patiently("commit")  # on disk from here on
             except BaseException:
                 with suppress(sqlite3.Error):
                     self._connection.execute("rollback")
                 raise
+
+    async def write(self, work: Callable[[], T]) -> T:
+        """Run `work` in a transaction which all share that ask at this moment; on disk when it returns.
+
+        A `HarnessError` of one `work` is its own, so it must come before that work's first write; everything else
+        that goes wrong undoes the transaction, and each runs again in one of its own.
+        """
+        from asyncio import get_running_loop
+
+        loop = get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._write_together)  # after everything else that is ready to run now
+        future: Future[T] = loop.create_future()
+        self._waiting.append((work, future))
+        return await future
+
+    def _write_together(self) -> None:
+        ready, self._waiting = self._waiting, []
+        self._settle(ready)
+
+    def _settle(self, ready: Sequence[tuple[Callable[[], Any], Future[Any]]]) -> None:
+        outcomes: Sequence[Any]
+        try:
+            with self.transaction():
+                outcomes = [_outcome(work) for work, _ in ready]
+        except BaseException as error:
+            if len(ready) > 1 and isinstance(error, Exception):
+                for alone in ready:
+                    self._settle([alone])
+                return
+            outcomes = [error] * len(ready)
+        for (_, future), outcome in zip(ready, outcomes, strict=True):
+            if future.cancelled():
+                continue  # written all the same
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
 
     @contextmanager
     def _clear_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
-            code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; the rest is detail
-            raise StoreError(f"{self.path}: {_ADVICE.get(code, 'it failed')} ({error})") from error
+            raise self._explained(error) from error
+
+    def _explained(self, error: sqlite3.Error) -> StoreError:
+        return StoreError(f"{self.path}: {_ADVICE.get(_primary_code(error), 'it failed')} ({error})")
 
     def close(self) -> None:
         """Close the file; committed work stays."""
@@ -141,8 +191,22 @@ def _read_only(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
 
 
-def _pragma(connection: sqlite3.Connection, name: str) -> int:
-    return int(connection.execute(f"pragma {name}").fetchone()[0])
+def _pragma(execute: Callable[[str], sqlite3.Cursor], name: str) -> int:
+    return int(execute(f"pragma {name}").fetchone()[0])
+
+
+def _primary_code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest is detail
+
+
+def _outcome(work: Callable[[], T]) -> T | HarnessError:
+    """What `work` returned, or why it was refused."""
+    try:
+        return work()
+    except StoreError:
+        raise
+    except HarnessError as refusal:
+        return refusal
 
 
 def inspect(path: Path) -> tuple[int, str]:
@@ -150,6 +214,6 @@ def inspect(path: Path) -> tuple[int, str]:
     try:
         with closing(_read_only(path)) as connection:
             found = [str(row[0]) for row in connection.execute("pragma integrity_check(3)")]
-            return _pragma(connection, "user_version"), "; ".join(found)
+            return _pragma(connection.execute, "user_version"), "; ".join(found)
     except sqlite3.Error as error:
         return 0, str(error)

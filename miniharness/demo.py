@@ -100,7 +100,7 @@ async def _harness(folder: Path, children: list[Child]) -> Run:
     runs = Runs(folder / "state")
     try:
         for child in children:
-            run = runs.open("demo", contract)
+            run = await runs.open("demo", contract)
             async with stdio_session(child, Limits()) as session:
                 try:
                     run = await drive(runs, run, Ports(lambda goal: (goal, {}), KeyedTool(session, PAIR)), permit=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 OK, ENDED_BADLY, USAGE, NEEDS_A_PERSON, TRY_AGAIN, INTERNAL = 0, 1, 2, 3, 75, 70
-"""The exit codes of every command; DESIGN section 9. 75 and 70 are `EX_TEMPFAIL` and `EX_SOFTWARE` of sysexits.h."""
+"""The exit codes of every command. 75 and 70 are `EX_TEMPFAIL` and `EX_SOFTWARE` of sysexits.h."""
 
 
 class HarnessError(Exception):

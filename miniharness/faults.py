@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from miniharness.engine import Answer, Json, Tool
+if TYPE_CHECKING:
+    from miniharness.engine import Answer, Json, Tool
 
 CLIENT_AFTER_INTENT = "client-after-intent"
 SERVER_AFTER_COMMIT = "server-after-commit"
@@ -19,7 +21,7 @@ EXIT_CODE = 86
 def reach(point: str, armed: str | None) -> None:
     """End this process at once, without any clean-up, if `point` is the armed one."""
     if point == armed:
-        print(f"fault {point}: this process ends here", file=sys.stderr, flush=True)
+        print(f"fault {point}: the {point.partition('-')[0]} process ends here", file=sys.stderr, flush=True)
         os._exit(EXIT_CODE)
 
 

@@ -32,7 +32,7 @@ Whatever the write call answered, the next step is a look-up, and only the look-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -130,7 +130,7 @@ class Event:
     detail: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """One durable execution as its row has it. `version` is the number of its last event."""
 
@@ -156,6 +156,13 @@ class Run:
     metadata: Mapping[str, Any] | None = None  # of the model's response
     resource: Mapping[str, Any] | None = None  # as last found: {"id", "action"}
     head: str = ""  # digest of the last event; kept by the journal
+
+    def but(self, **changes: Any) -> Run:
+        """This run with those fields changed. Like `dataclasses.replace`, at a tenth of its cost."""
+        assert changes.keys() <= self.__dict__.keys()
+        run = object.__new__(Run)
+        run.__dict__.update(self.__dict__, **changes)
+        return run
 
     @property
     def key(self) -> str:
@@ -237,7 +244,7 @@ def next_step(run: Run, permit: bool, now: float) -> Step:
     """
     if run.state in FINAL:
         return Halt()
-    if run.state is State.DISPATCHING and run.intended == run.epoch:
+    if run.state is State.DISPATCHING and run.intended == run.epoch:  # a cancel that comes later than this is too late
         return Dispatch(run.key, run.epoch, run.proposal or {})
     expired = run.contract.deadline is not None and now >= run.contract.deadline
     if run.state is State.NEW and not run.cancel:
@@ -245,11 +252,12 @@ def next_step(run: Run, permit: bool, now: float) -> Step:
     if run.looked != run.epoch:
         return LookUp(run.key, run.epoch)
     if run.state is not State.RECONCILING:
-        return Halt()  # waiting_execution or reconcile_required, looked up just now
+        return Halt()  # waiting_execution or reconcile_required, looked up in this epoch; the next owner has another
     if expired:
         return Decide(Event(E.DEADLINE_PASSED))
     if not permit:
         return Decide(Event(E.PERMIT_AWAITED))
+    # reconciling and looked up: `may_dispatch` held then, and whatever changes it since has reset `looked`
     attempt, action = run.dispatches_spent + 1, digest(canonical(run.proposal))
     return Decide(Event(E.DISPATCH_INTENDED, {"attempt": attempt, "key": run.key, "action_sha256": action}))
 
@@ -270,7 +278,7 @@ def _next_plan_step(run: Run, expired: bool) -> Step:
 def opened(run_id: str, contract: Contract, owner: str) -> tuple[Run, Event]:
     """A new run and the event that opens its history."""
     run = Run(id=run_id, contract=contract, owner=owner, dispatches_limit=contract.budget.dispatches)
-    return run, Event(E.OPENED, {"contract": contract.model_dump(mode="json"), "owner": owner})
+    return run, Event(E.OPENED, {"contract": contract.plain(), "owner": owner})
 
 
 def allows(run: Run, event: Event) -> bool:
@@ -286,7 +294,7 @@ def evolve(run: Run, event: Event) -> Run:
     """
     if not allows(run, event):
         raise IllegalMove(f"{event.type} is not possible for run {run.id}, which is {run.state}")
-    return replace(_EFFECTS[event.type](run, event.detail), version=run.version + 1)
+    return _EFFECTS[event.type](run, event.detail).but(version=run.version + 1)
 
 
 _Detail = Mapping[str, Any]
@@ -321,23 +329,23 @@ _CONDITIONS: dict[EventType, Callable[[Run, _Detail], bool]] = {
 
 
 def _ended(run: Run, state: State, reason: str) -> Run:
-    return replace(run, state=state, reason=reason)
+    return run.but(state=state, reason=reason)
 
 
 def _claimed(run: Run, d: _Detail) -> Run:
-    return replace(run, epoch=run.epoch + 1, owner=d["owner"])
+    return run.but(epoch=run.epoch + 1, owner=d["owner"])
 
 
 def _model_requested(run: Run, d: _Detail) -> Run:
-    return replace(run, asked=run.epoch, model_requests_spent=run.model_requests_spent + 1)
+    return run.but(asked=run.epoch, model_requests_spent=run.model_requests_spent + 1)
 
 
 def _proposed(run: Run, d: _Detail) -> Run:
     """Structure is not truth: the first thing a proposal meets is the goal."""
-    run = replace(run, asked=0, proposal=d["proposal"], metadata=d["metadata"])
+    run = run.but(asked=0, proposal=d["proposal"], metadata=d["metadata"])
     if wrong := differences(d["proposal"], run.contract.goal):
         return _ended(run, State.FAILED, f"the proposal differs from the goal: {describe(wrong)}")
-    return replace(run, state=State.PLANNED)
+    return run.but(state=State.PLANNED)
 
 
 def _model_budget_spent(run: Run, d: _Detail) -> Run:
@@ -346,10 +354,10 @@ def _model_budget_spent(run: Run, d: _Detail) -> Run:
 
 
 def _looked_up(run: Run, d: _Detail) -> Run:
-    """The verdict, or what an absent resource means; the table of DESIGN section 4."""
+    """The verdict, or what an absent resource means; the table in docs/machine.md."""
     if d["found"] is None:
-        return _absent(replace(run, looked=run.epoch, resource=None))
-    run = replace(run, resource=d["found"])
+        return _absent(run.but(looked=run.epoch, resource=None))
+    run = run.but(resource=d["found"])
     if wrong := differences(d["found"]["action"], run.contract.goal):
         return _ended(run, State.FAILED, f"the {run.contract.tool.resource} differs from the goal: {describe(wrong)}")
     return _ended(run, State.SUCCEEDED, "")
@@ -362,23 +370,21 @@ def _absent(run: Run) -> Run:
     if run.conclusive and run.last is Outcome.REFUSED:
         return _ended(run, State.FAILED, f"the tool refused the write: {run.refusal}")
     if run.may_dispatch:
-        return replace(run, state=State.RECONCILING, reason="")
+        return run.but(state=State.RECONCILING, reason="")
     if run.conclusive:
-        return replace(run, state=State.RECONCILE_REQUIRED, reason=f"the dispatch budget is spent ({spent})")
-    return replace(
-        run,
+        return run.but(state=State.RECONCILE_REQUIRED, reason=f"the dispatch budget is spent ({spent})")
+    return run.but(
         state=State.RECONCILE_REQUIRED,
         reason=f"an earlier attempt ({spent}) may still take effect; nobody can tell",
     )
 
 
 def _permit_awaited(run: Run, d: _Detail) -> Run:
-    return replace(run, state=State.WAITING_EXECUTION, reason="no permit to write was given")
+    return run.but(state=State.WAITING_EXECUTION, reason="no permit to write was given")
 
 
 def _dispatch_intended(run: Run, d: _Detail) -> Run:
-    return replace(
-        run,
+    return run.but(
         state=State.DISPATCHING,
         reason="",
         intended=run.epoch,
@@ -390,8 +396,7 @@ def _dispatch_intended(run: Run, d: _Detail) -> Run:
 
 def _dispatch_answered(run: Run, d: _Detail) -> Run:
     outcome = Outcome(d["outcome"])
-    return replace(
-        run,
+    return run.but(
         state=State.RECONCILING,
         epoch=run.epoch + 1,
         last=outcome,
@@ -404,19 +409,29 @@ def _deadline_passed(run: Run, d: _Detail) -> Run:
     if run.conclusive:
         return _ended(run, State.FAILED, "the deadline passed before the write")
     reason = "the deadline passed and an earlier attempt may still take effect"
-    return replace(run, state=State.RECONCILE_REQUIRED, reason=reason)
+    return run.but(state=State.RECONCILE_REQUIRED, reason=reason)
+
+
+def _cancel_requested(run: Run, d: _Detail) -> Run:
+    return run.but(cancel=True, looked=0, reason="a cancel was requested; a look-up comes first")
+
+
+def _granted(run: Run, d: _Detail) -> Run:
+    limit = run.dispatches_limit + d["dispatches"]
+    reason = "more dispatches were granted; a look-up comes first"
+    return run.but(dispatches_limit=limit, looked=0, reason=reason if run.state is State.RECONCILE_REQUIRED else "")
 
 
 def _settled(run: Run, d: _Detail) -> Run:
     reason = f"settled as {d['as']} by {d['by']}, not by a check: {d['why']}"
-    return replace(_ended(run, State(d["as"]), reason), settled_by=d["by"])
+    return _ended(run, State(d["as"]), reason).but(settled_by=d["by"])
 
 
 _EFFECTS: dict[EventType, Callable[[Run, _Detail], Run]] = {
     E.CLAIMED: _claimed,
     E.CONNECTED: lambda run, d: run,
     E.MODEL_REQUESTED: _model_requested,
-    E.MODEL_FAILED: lambda run, d: replace(run, asked=0),
+    E.MODEL_FAILED: lambda run, d: run.but(asked=0),
     E.PROPOSED: _proposed,
     E.PROPOSAL_REJECTED: lambda run, d: _ended(run, State.FAILED, f"the model's answer was refused: {d['reason']}"),
     E.MODEL_BUDGET_SPENT: _model_budget_spent,
@@ -425,7 +440,7 @@ _EFFECTS: dict[EventType, Callable[[Run, _Detail], Run]] = {
     E.DISPATCH_INTENDED: _dispatch_intended,
     E.DISPATCH_ANSWERED: _dispatch_answered,
     E.DEADLINE_PASSED: _deadline_passed,
-    E.CANCEL_REQUESTED: lambda run, d: replace(run, cancel=True, looked=0),  # whatever was seen, look again first
-    E.GRANTED: lambda run, d: replace(run, dispatches_limit=run.dispatches_limit + d["dispatches"], looked=0),
+    E.CANCEL_REQUESTED: _cancel_requested,
+    E.GRANTED: _granted,
     E.SETTLED: _settled,
 }

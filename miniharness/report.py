@@ -16,25 +16,18 @@ from miniharness.runs import Recorded, Runs
 EXIT_CODES = {State.RECONCILE_REQUIRED: NEEDS_A_PERSON, State.FAILED: ENDED_BADLY, State.CANCELLED: ENDED_BADLY}
 
 
-def report(
-    runs: Runs, run_id: str, error: HarnessError | None = None, *, permit: bool = False, flags: str = ""
-) -> dict[str, Any]:
+def report(runs: Runs, run_id: str, error: HarnessError | None = None, *, permit: bool = False) -> dict[str, Any]:
     """The run as it stands on disk, its history, and the next step; all values are plain JSON.
 
-    `error` is why a command stopped early. `permit` and `flags` say how that command was given, so that the next one
-    is given alike.
+    `error` is why a command stopped early. `permit` says whether that command had one, so that the next is given alike.
     """
     run = runs.get(run_id)
     if run and run.state in FINAL and isinstance(error, Interrupted):
         error = None  # the signal came when everything was done
-    told = {"error": type(error).__name__, "message": str(error)} if error else None
     if run is None:
-        return nothing(run_id, "there is no such run yet", told)
+        return nothing(run_id, "there is no such run yet", error)
     events = runs.events(run_id)
-    if len(events) != run.version:
-        raise StoreError(
-            f"run {run_id}: {run.version - len(events)} events are missing; restore a backup of {runs.folder}"
-        )
+    _check_history(run, events)
     budget, noun = run.contract.budget, run.contract.tool.resource
     busy = isinstance(error, RunBusy) or runs.driven_elsewhere(run)
     return {
@@ -51,15 +44,31 @@ def report(
         "metadata": run.metadata,
         noun: run.resource,
         "events": [_plain(event) for event in events],
-        "next": next_command(run, runs.folder, busy=busy, permit=permit, flags=flags),
-        "interrupted": told,
+        "next": next_command(run, runs.folder, busy=busy, permit=permit),
+        "interrupted": _interrupted(error),
     }
 
 
-def nothing(run_id: str, reason: str, told: dict[str, str] | None) -> dict[str, Any]:
+def _check_history(run: Run, events: Sequence[Recorded]) -> None:
+    """A history that is not the one that was written is damage, and not to be told as if it were true."""
+    head = ""
+    for event in events:
+        if event.chained(run.id, head) != event.digest:
+            raise StoreError(f"run {run.id}: event {event.seq} was altered; keep the file and restore a backup")
+        head = event.digest
+    if head != run.head:
+        missing = run.version - len(events)
+        raise StoreError(f"run {run.id}: {missing} events are missing; keep the file and restore a backup")
+
+
+def nothing(run_id: str, reason: str, error: HarnessError | None) -> dict[str, Any]:
     """The report where there is no run to report."""
     shape: dict[str, Any] = {"attempts": 0, "budget": None, "proposal": None, "metadata": None, "events": []}
-    return {"run": run_id, "state": None, "reason": reason, **shape, "next": None, "interrupted": told}
+    return {"run": run_id, "state": None, "reason": reason, **shape, "next": None, "interrupted": _interrupted(error)}
+
+
+def _interrupted(error: HarnessError | None) -> dict[str, str] | None:
+    return {"error": type(error).__name__, "message": str(error)} if error else None
 
 
 def _plain(event: Recorded) -> dict[str, Any]:
@@ -74,21 +83,20 @@ def certain(run: Run) -> str:
     return CERTAIN[run.state]
 
 
-def next_command(
-    run: Run, folder: Path, *, busy: bool = False, permit: bool = False, flags: str = ""
-) -> dict[str, str]:
+def next_command(run: Run, folder: Path, *, busy: bool = False, permit: bool = False) -> dict[str, str]:
     """What to do next, `{"action", "command"}`: none, wait, execute, resume, ask_operator or settle."""
     where = shlex.quote(_shown(folder))
     operate = f"python -m miniharness --state-dir {where}"
-    resume = f"{run.contract.command} --state-dir {where} --run {run.id}{flags}"
+    resume = f"{run.contract.command} --state-dir {where} --run {run.id}"
     if run.state in FINAL:
         return {"action": "none", "command": f"{operate} replay {run.id}"}
+    alike = resume + (" --execute" if permit else "")
     if busy:
-        return {"action": "wait", "command": resume}
+        return {"action": "wait", "command": alike}
     if run.state is State.WAITING_EXECUTION and not run.cancel:
         return {"action": "execute", "command": f"{resume} --execute"}
     if run.state is not State.RECONCILE_REQUIRED or (run.cancel and run.looked != run.epoch):
-        return {"action": "resume", "command": resume + (" --execute" if permit else "")}
+        return {"action": "resume", "command": alike}
     if run.may_dispatch and run.looked != run.epoch:  # an operator granted more
         return {"action": "execute", "command": f"{resume} --execute"}
     word = "--by NAME --why REASON"

@@ -9,7 +9,9 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,23 +66,37 @@ MIGRATIONS = (
 
 _COLUMNS = tuple(f.name for f in fields(Run))
 _JSON = {"proposal", "metadata", "resource"}
-_FIXED = {"id", "contract"}  # never change after the run is opened
+_SELECT = f"select {', '.join(_COLUMNS)} from runs"
 _INSERT = f"insert into runs ({', '.join(_COLUMNS)}) values ({', '.join(':' + c for c in _COLUMNS)})"
-_UPDATE = (
-    f"update runs set {', '.join(f'{c} = :{c}' for c in _COLUMNS if c not in _FIXED)}"
-    " where id = :id and version = :was_version and epoch = :was_epoch"
-)
+
+
+_APPEND = "insert into events values (?, ?, ?, ?, ?, ?, ?)"
+
+
+@cache
+def _update(columns: tuple[str, ...]) -> str:
+    """The compare-and-set that moves a run by changing `columns`."""
+    changes = ", ".join(f"{c} = :{c}" for c in columns)
+    return f"update runs set {changes} where id = :id and version = :was_version and epoch = :was_epoch"
+
+
+def _to_column(name: str, value: Any) -> Any:
+    """A field of a run as SQLite keeps it."""
+    if name in _JSON:
+        return None if value is None else canonical(value)
+    if isinstance(value, StrEnum):
+        return value.value
+    return canonical(value.plain()) if name == "contract" else value
 
 
 def _to_row(run: Run) -> dict[str, Any]:
-    """The columns that a move may change, and the id."""
-    row = {c: getattr(run, c) for c in _COLUMNS if c != "contract"}
-    row |= {"state": run.state.value, "last": run.last.value}
-    return row | {c: None if row[c] is None else canonical(row[c]) for c in _JSON}
+    return {c: _to_column(c, getattr(run, c)) for c in _COLUMNS}
 
 
-def _contract_column(run: Run) -> str:
-    return canonical(run.contract.model_dump(mode="json"))
+def _changes(before: Run, after: Run) -> dict[str, Any]:
+    """The columns in which two versions of a run differ; what is unchanged is the very same object in both."""
+    old, new = vars(before), vars(after)
+    return {c: _to_column(c, new[c]) for c in _COLUMNS if new[c] is not old[c]}
 
 
 def _from_row(row: tuple[Any, ...]) -> Run:
@@ -89,7 +105,7 @@ def _from_row(row: tuple[Any, ...]) -> Run:
     return Run(
         **values
         | {
-            "contract": Contract.model_validate_json(values["contract"]),
+            "contract": Contract.of(json.loads(values["contract"])),
             "state": State(values["state"]),
             "last": Outcome(values["last"]),
             "cancel": bool(values["cancel"]),
@@ -109,9 +125,9 @@ class Recorded:
     digest: str
 
     def chained(self, run_id: str, previous: str) -> str:
-        """The digest this event must carry when it follows the one with digest `previous`."""
-        row = [previous, run_id, self.seq, self.at, self.epoch, self.type, self.detail]
-        return digest(canonical(row))
+        """The digest this event must carry when it follows the one with digest `previous`: SHA-256 of a JSON list."""
+        detail = canonical(self.detail)
+        return digest(f'["{previous}","{run_id}",{self.seq},{self.at},{self.epoch},"{self.type.value}",{detail}]')
 
 
 class Runs:
@@ -149,8 +165,8 @@ class Runs:
         Raises:
             UsageError: `run_id` cannot name a run.
         """
-        check_identifier("--run", run_id)
-        row = self._db.execute(f"select {', '.join(_COLUMNS)} from runs where id = ?", (run_id,)).fetchone()
+        check_identifier(run_id)
+        row = self._db.execute(f"{_SELECT} where id = ?", (run_id,)).fetchone()
         with self._readable(run_id):
             return _from_row(row) if row else None
 
@@ -174,14 +190,14 @@ class Runs:
 
     def all(self, state: State | None = None) -> Iterator[Run]:
         """Every run, or those in one state, by id."""
-        columns, where = ", ".join(_COLUMNS), "where state = :state" if state else ""
-        for row in self._db.execute(f"select {columns} from runs {where} order by id", {"state": state}):
+        where = "where state = :state" if state else ""
+        for row in self._db.execute(f"{_SELECT} {where} order by id", {"state": state}):
             with self._readable(row[0]):
                 run = _from_row(row)
             yield run
 
     def events(self, run_id: str) -> list[Recorded]:
-        """The whole history of a run, oldest first."""
+        """The whole history of a run, oldest first, as it stands; `replay` proves it."""
         sql = "select seq, at, epoch, type, detail, digest from events where run = ? order by seq"
         rows = self._db.execute(sql, (run_id,)).fetchall()
         with self._readable(run_id):
@@ -201,7 +217,7 @@ class Runs:
 
     # -- writing
 
-    def open(self, run_id: str, contract: Contract, take_over: bool = False) -> Run:
+    async def open(self, run_id: str, contract: Contract, take_over: bool = False) -> Run:
         """Create the run or claim the stored one, so that this process may drive it; a finished one is only returned.
 
         On disk when it returns: the run with this process as its owner, in a new epoch.
@@ -212,24 +228,34 @@ class Runs:
             RunBusy: a living process owns the run, and `take_over` is false.
         """
         run = self.get(run_id)
-        if run is None or run.state not in FINAL:
-            with self._db.transaction():
-                run = self._create_or_claim(run_id, contract, take_over)
-            self._driven.add(run_id)
-        _refuse_other(run, contract)
+        if run and run.state in FINAL:
+            refuse_other(run, contract)
+            return run
+        if run_id in self._driven and not take_over:
+            raise _busy(run_id, self._me)
+        self._driven.add(run_id)
+        try:
+            run = await self._db.write(lambda: self._create_or_claim(run_id, contract, take_over))
+        except BaseException:
+            self._driven.discard(run_id)
+            raise
+        if run.state in FINAL:
+            self.leave(run)
         return run
 
     def _create_or_claim(self, run_id: str, contract: Contract, take_over: bool) -> Run:
         run = self.get(run_id)
         if run is None:
             run, first = opened(run_id, contract, self._me)
-            run = self._chain(run, run, first)
-            self._db.execute(_INSERT, _to_row(run) | {"contract": _contract_column(run)})
+            run, row = self._stamped(run, "", first)
+            self._db.execute(_INSERT, _to_row(run))
+            self._db.execute(_APPEND, row)
             return run
-        _refuse_other(run, contract)
+        refuse_other(run, contract)
         if run.state in FINAL:
             return run
-        self._refuse_busy(run, take_over)
+        if self.driven_elsewhere(run) and not take_over:
+            raise _busy(run_id, run.owner)
         return self._advance(run, Event(EventType.CLAIMED, {"owner": self._me, "forced": take_over}))
 
     @property
@@ -239,13 +265,6 @@ class Runs:
         except OSError as error:
             raise StoreError(f"{self._owners} cannot hold a lock file ({error.strerror})") from error
         return self._owner.name
-
-    def _refuse_busy(self, run: Run, take_over: bool) -> None:
-        if (run.id in self._driven or self.driven_elsewhere(run)) and not take_over:
-            raise RunBusy(
-                f"run {run.id} is being driven by process {owner.pid_of(run.owner)}, which is alive; wait for it"
-                " (or, if it is frozen, add --take-over: it will be refused when it thaws)"
-            )
 
     def leave(self, run: Run) -> None:
         """This process no longer drives `run`."""
@@ -261,18 +280,16 @@ class Runs:
             Fenced: another process has taken the run over.
             IllegalMove: the state does not allow the event.
         """
-        with self._db.transaction():
-            stored = self._current(run)
-            if stored is not run and not allows(stored, event):
-                return stored
-            return self._advance(stored, event)
+        return await self._db.write(lambda: self._record(run, event))
 
-    def _current(self, run: Run) -> Run:
-        """`run` itself when the row still has its version, otherwise the row."""
-        version, epoch = self._db.execute("select version, epoch from runs where id = ?", (run.id,)).fetchone()
-        if epoch != run.epoch:
-            raise Fenced(f"run {run.id} was taken over by another process; this one has stopped")
-        return run if version == run.version else self.require(run.id)
+    def _record(self, run: Run, event: Event) -> Run:
+        try:
+            return self._advance(run, event)
+        except Fenced:
+            stored = self.require(run.id)
+            if stored.epoch != run.epoch:
+                raise
+        return self._advance(stored, event) if allows(stored, event) else stored
 
     def request(self, run_id: str, event: Event, *, while_driven: bool) -> Run:
         """Append an operator's event to the run, whoever drives it. On disk when it returns.
@@ -284,27 +301,26 @@ class Runs:
         """
         with self._db.transaction():
             run = self.require(run_id)
-            if not while_driven:
-                self._refuse_busy(run, take_over=False)
+            if not while_driven and (run_id in self._driven or self.driven_elsewhere(run)):
+                raise _busy(run_id, run.owner)
             return self._advance(run, event)
 
     def _advance(self, run: Run, event: Event) -> Run:
-        after = self._chain(run, evolve(run, event), event)
-        moved = self._db.execute(_UPDATE, _to_row(after) | {"was_version": run.version, "was_epoch": run.epoch})
-        if moved.rowcount != 1:
-            raise Fenced(f"run {run.id} was moved by another process; this one has stopped")
+        """Move the run, if the row still is what `run` says; nothing was written when this raises a refusal."""
+        after, row = self._stamped(evolve(run, event), run.head, event)
+        changes = _changes(run, after)
+        was = {"id": run.id, "was_version": run.version, "was_epoch": run.epoch}
+        if self._db.execute(_update(tuple(changes)), changes | was).rowcount != 1:
+            raise Fenced(f"run {run.id} was taken over by another process; this one has stopped")
+        self._db.execute(_APPEND, row)
         return after
 
-    def _chain(self, before: Run, after: Run, event: Event) -> Run:
-        at = int(self._clock() * 1000)
-        bare = Recorded(after.version, at, after.epoch, event.type, event.detail, "")
-        chained = bare.chained(after.id, before.head)
-        self._db.execute(
-            "insert into events values (:run, :seq, :at, :epoch, :type, :detail, :digest)",
-            {"run": after.id, "seq": bare.seq, "at": at, "epoch": bare.epoch, "type": event.type}
-            | {"detail": canonical(event.detail), "digest": chained},
-        )
-        return replace(after, head=chained)
+    def _stamped(self, run: Run, previous: str, event: Event) -> tuple[Run, tuple[Any, ...]]:
+        """The run with the digest of its newest event, and that event's row."""
+        bare = Recorded(run.version, int(self._clock() * 1000), run.epoch, event.type, event.detail, "")
+        head = bare.chained(run.id, previous)
+        row = (run.id, bare.seq, bare.at, bare.epoch, event.type.value, canonical(event.detail), head)
+        return run.but(head=head), row
 
     # -- proving
 
@@ -324,13 +340,23 @@ class Runs:
                 return [*faults, f"event {event.seq} ({event.type}) cannot be replayed: {error}"]
         if folded is None:
             return ["there are no events"]
-        folded = replace(folded, head=head)
-        row = _to_row(run) | {"contract": _contract_column(run)}
-        again = _to_row(folded) | {"contract": _contract_column(folded)}
+        row, again = _to_row(run), _to_row(folded.but(head=head))
         return faults + [f"column {c} is {row[c]!r}, the history gives {again[c]!r}" for c in row if row[c] != again[c]]
 
 
-def _refuse_other(run: Run, contract: Contract) -> None:
+def _busy(run_id: str, owner_name: str) -> RunBusy:
+    return RunBusy(
+        f"run {run_id} is being driven by process {owner.pid_of(owner_name)}, which is alive; wait for it"
+        " (or, if it is frozen, add --take-over: it will be refused when it thaws)"
+    )
+
+
+def refuse_other(run: Run, contract: Contract) -> None:
+    """Check that the stored run stands for that contract.
+
+    Raises:
+        ContractMismatch: it does not; each field that differs is named.
+    """
     stored, asked = run.contract.fields(), contract.fields()
     if other := differences(asked, stored):
         told = "; ".join(f"{name} is {d['wanted']!r}, not {d['found']!r}" for name, d in other.items())
@@ -339,6 +365,6 @@ def _refuse_other(run: Run, contract: Contract) -> None:
 
 def _fold(run: Run | None, run_id: str, event: Recorded) -> Run:
     if run is None:
-        contract = Contract.model_validate(event.detail["contract"])
+        contract = Contract.of(event.detail["contract"])
         return opened(run_id, contract, event.detail["owner"])[0]
     return evolve(run, Event(event.type, event.detail))

@@ -13,7 +13,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import TimeoutExpired
 from tempfile import TemporaryDirectory
@@ -133,7 +133,7 @@ async def live(
     with processes(life.engine, life.server):
         try:
             runs = Runs(folder)
-            run = runs.open(RUN, contract)
+            run = await runs.open(RUN, contract)
             ports = Ports(lambda goal: (dict(goal), {}), tool(folder, life.server))
             life.run = await drive(runs, run, ports, permit)
         except Killed:
@@ -236,7 +236,7 @@ async def test_a_model_budget_is_not_stretched_by_deaths(shm: Path) -> None:
 
     async def one_life() -> State | None:
         runs = Runs(shm)
-        run = runs.open(RUN, CONTRACT)
+        run = await runs.open(RUN, CONTRACT)
 
         def model(goal: Any) -> Any:
             asked.append(goal)
@@ -257,7 +257,7 @@ async def test_a_model_budget_is_not_stretched_by_deaths(shm: Path) -> None:
 
 async def test_a_hundred_deaths_in_the_dispatch_window_buy_no_third_dispatch(shm: Path) -> None:
     """K11: a budget of two stands through a hundred killed commands; then a grant, with who and why, buys one more."""
-    contract = CONTRACT.model_copy(update={"budget": Budget(dispatches=2)})
+    contract = replace(CONTRACT, budget=Budget(dispatches=2))
     deadly = [Deadly(shm, mortal(0)) for _ in range(100)]
     lives = [await live(shm, contract=contract, tool=lambda *_, tool=tool: tool) for tool in deadly]
     assert [life.killed for life in lives] == [True] * 2 + [False] * 98

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -69,7 +70,7 @@ def agree(goal: Json) -> tuple[Json, Json]:
 
 
 async def go(runs: Runs, world: World, *, permit: bool = True, model: engine.Model = agree, **changes: Any) -> Run:
-    run = runs.open("r", contract(**changes))
+    run = await runs.open("r", contract(**changes))
     return await drive(runs, run, Ports(model, world), permit, now=lambda: NOW)
 
 
@@ -137,7 +138,7 @@ async def test_a_deadline_stops_new_requests_and_dispatches_but_never_a_look_up(
     """After the deadline a lost write is still looked up, and found: `succeeded`."""
     world = World(Outcome.UNKNOWN)
     world.before = lambda name: setattr(world, "effect", {"id": 1, "action": GOAL}) if name == "dispatch" else None
-    run = runs.open("r", contract(deadline=NOW + 1))
+    run = await runs.open("r", contract(deadline=NOW + 1))
     clock = iter([NOW] * 7 + [NOW + 2] * 9)
     run = await drive(runs, run, Ports(agree, world), True, now=lambda: next(clock))
     assert (run.state, world.calls[-1]) == (State.SUCCEEDED, "look_up")
@@ -152,10 +153,10 @@ async def test_past_its_deadline_a_new_run_asks_nobody(runs: Runs) -> None:
 
 async def test_past_its_deadline_a_planned_run_looks_up_and_writes_nothing(runs: Runs) -> None:
     """It is looked up once more, and fails with the deadline as its reason."""
-    run = runs.open("r", contract(deadline=NOW))
+    run = await runs.open("r", contract(deadline=NOW))
     world = World()
     await drive(runs, run, Ports(agree, world), False, now=lambda: NOW - 1)
-    run = await drive(runs, runs.open("r", contract(deadline=NOW)), Ports(agree, world), True, now=lambda: NOW)
+    run = await drive(runs, await runs.open("r", contract(deadline=NOW)), Ports(agree, world), True, now=lambda: NOW)
     assert (run.state, run.reason) == (State.FAILED, "the deadline passed before the write")
     assert "dispatch" not in world.calls
 
@@ -244,7 +245,7 @@ async def test_a_liar_spends_the_budget_and_ends_with_a_person(runs: Runs) -> No
 def test_a_report_without_its_whole_history_is_refused(tmp_path: Path) -> None:
     """A row whose events are gone is damage, not a short history."""
     runs = Runs(tmp_path)
-    runs.open("r", contract())
+    asyncio.run(runs.open("r", contract()))
     with sqlite3.connect(tmp_path / "runs.sqlite") as file:
         file.execute("delete from events")
     file.close()

@@ -144,7 +144,7 @@ def test_a_run_is_opened_once() -> None:
     run, first = machine.opened("r", CONTRACT, "1-a")
     assert run == Run(id="r", contract=CONTRACT, owner="1-a", dispatches_limit=2)
     assert (run.state, run.version, run.epoch, run.dispatches_spent) == (S.NEW, 1, 1, 0)
-    assert first == Event(E.OPENED, {"contract": CONTRACT.model_dump(mode="json"), "owner": "1-a"})
+    assert first == Event(E.OPENED, {"contract": CONTRACT.plain(), "owner": "1-a"})
 
 
 CONDITIONS: dict[str, tuple[State, EventType, dict[str, Any], dict[str, Any]]] = {
@@ -448,11 +448,12 @@ def test_a_settled_run_is_marked_as_a_persons_word(verdict: State) -> None:
 @pytest.mark.parametrize("state", [s for s in State if s not in FINAL])
 @pytest.mark.parametrize("kind", [E.GRANTED, E.CANCEL_REQUESTED])
 def test_an_operators_word_forces_a_fresh_look_up(state: State, kind: EventType) -> None:
-    """A grant raises the limit and a cancel sets its mark; both make the last look-up stale and change no state."""
+    """A grant raises the limit and a cancel sets its mark; both make the last look-up stale and move no state."""
     run = a_run(state, looked=EPOCH, dispatches_spent=2)
     after = evolve(run, event(kind, dispatches=4))
     granted = kind is E.GRANTED
-    assert after == replace(
+    assert "look-up comes first" in after.reason or (granted and state is not S.RECONCILE_REQUIRED)
+    assert after.but(reason="") == replace(
         run, looked=0, version=10, cancel=not granted, dispatches_limit=run.dispatches_limit + 4 * granted
     )
     if state is not S.NEW or not granted:
@@ -504,7 +505,7 @@ def moves() -> set[tuple[str, str]]:
             run = todo.pop()
             for after in _histories(run, happened):
                 found |= {(run.state.value, after.state.value)} if after.state is not run.state else set()
-                key = canonical([str(getattr(after, name)) for name in Run.__slots__ if name != "contract"])
+                key = canonical([str(getattr(after, name)) for name in vars(after) if name != "contract"])
                 if key not in seen:
                     seen[key] = after
                     todo.append(after)

@@ -29,7 +29,7 @@ import model
 import server as ticket_server
 from miniharness import database, faults
 from miniharness.engine import Answer, Json, Ports, drive
-from miniharness.errors import ToolUnavailable
+from miniharness.errors import ContractMismatch, ToolUnavailable, UsageError
 from miniharness.machine import Outcome
 from miniharness.mcp.keyed import KeyedTool
 from miniharness.mcp.wire import EPOCH_META, TOKEN
@@ -230,7 +230,7 @@ async def test_a_locked_store_is_an_error_of_its_own_kind(
         other.execute("begin immediate")
         code, message = refusal(await remote.create("a", epoch=1))
         assert (code, "locked" in message) == ("store", True)
-        assert code not in ticket_lab.TOOLS.clean
+        assert code not in ticket_lab.CLEAN
         other.execute("rollback")
         other.close()
         assert remote.rows() == ([], [])
@@ -393,20 +393,28 @@ def test_the_token_is_in_no_command_line_and_in_no_output(web: Http) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("first", "second"), [("http", "http"), ("http", "stdio"), ("stdio", "http")])
-async def test_a_run_changes_between_the_transports_as_it_likes(web: Http, first: str, second: str) -> None:
-    """Planned over one transport and executed over the other: one ticket, one attempt, and over HTTP no child."""
+async def test_a_run_stays_with_the_server_it_was_opened_for(web: Http) -> None:
+    """Where the effect goes is part of the contract: another server is refused, and left out it is the stored one."""
     web.start()
-    urls = {"http": web.url, "stdio": None}
-    planned = await ticket_lab.execute(web.state_dir, url=urls[first])
+    planned = await ticket_lab.execute(web.state_dir, url=web.url)
     assert (planned["state"], planned["interrupted"]) == ("waiting_execution", None)
-    assert (web.url in planned["next"]["command"]) is (first == "http")
+    for other in (ticket_lab.OWN_SERVER, "http://127.0.0.1:1/mcp"):
+        with pytest.raises(ContractMismatch, match=r"tool\.server"):
+            await ticket_lab.execute(web.state_dir, url=other, execute_write=True)
     assert tickets(web.state_dir) == []
-    done = await ticket_lab.execute(web.state_dir, url=urls[second], execute_write=True)
+    done = await ticket_lab.execute(web.state_dir, execute_write=True)
     assert (done["state"], done["interrupted"], done["attempts"]) == ("succeeded", None, 1)
     assert done["ticket"]["action"] == GOAL
     assert tickets(web.state_dir) == [("review-001:ticket", GOAL)]
     assert SECRET not in json.dumps(done)
+
+
+@pytest.mark.parametrize("url", ["localhost:8765", "ftp://x/mcp", "http://", "http://user:word@x/mcp"])
+async def test_a_url_that_cannot_be_used_opens_nothing(tmp_path: Path, url: str) -> None:
+    """The rule is told before a run is made or a request debited."""
+    with pytest.raises(UsageError, match="--url"):
+        await ticket_lab.execute(tmp_path, url=url)
+    assert Runs(tmp_path).get(ticket_lab.RUN) is None
 
 
 @pytest.mark.process
@@ -419,6 +427,7 @@ async def test_a_wrong_token_stops_the_run_before_it_learned_anything(
     result = await ticket_lab.execute(web.state_dir, url=web.url, execute_write=True)
     assert (result["state"], result["attempts"]) == ("planned", 0)
     assert result["interrupted"]["error"] == "ToolUnavailable"
+    assert TOKEN in result["interrupted"]["message"]
     assert tickets(web.state_dir) == []
     monkeypatch.setenv(TOKEN, SECRET)
     assert (await ticket_lab.execute(web.state_dir, url=web.url, execute_write=True))["state"] == "succeeded"
@@ -465,7 +474,7 @@ async def test_a_connection_refused_at_the_dispatch_is_known_to_be_unsent(web: H
     web.start()
     runs = Runs(web.state_dir)
     asked = ticket_lab.contract_for(None, None, provider=None, model=None, budget=None, deadline=None)
-    run = runs.open(ticket_lab.RUN, asked)
+    run = await runs.open(ticket_lab.RUN, asked)
     propose = partial(model.propose, provider=asked.provider, model=asked.model)
     kills = itertools.count()
     async with ticket_lab.session_for(web.state_dir, web.url) as session:

@@ -608,7 +608,7 @@ async def test_a_refused_connection_is_a_clear_reason_and_not_a_cancellation() -
     with socket.create_server(("127.0.0.1", 0)) as unused:
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/mcp"
     async with http_session(url, "token", PATIENT) as session:
-        with pytest.raises(ToolUnavailable, match="no answer: ConnectError"):
+        with pytest.raises(ToolUnavailable, match="nothing answers at http://"):
             await session.connect({})
 
 
@@ -621,6 +621,6 @@ async def test_a_call_to_an_http_server_that_went_down_was_not_sent(era: str) ->
             with pytest.raises(CallFailed):
                 await say(session, "drop")
             stop()
-            with pytest.raises(CallFailed, match="no answer: ConnectError") as failed:
+            with pytest.raises(CallFailed, match="nothing answers at http://") as failed:
                 await say(session, "echo", text="x")
             assert failed.value.sent is False

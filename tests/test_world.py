@@ -573,8 +573,8 @@ def _unlooked(run: Run) -> Run:
 
 
 def _fencing(run: Run) -> Run:
-    tool = run.contract.tool.model_copy(update={"fences": True})
-    return replace(run, contract=run.contract.model_copy(update={"tool": tool}))
+    tool = replace(run.contract.tool, fences=True)
+    return replace(run, contract=replace(run.contract, tool=tool))
 
 
 def _is(event: Event, outcome: Outcome) -> bool:

@@ -9,7 +9,14 @@ from typing import Any
 import httpx2
 from mcp.client.streamable_http import streamable_http_client
 
-from miniharness.mcp.wire import Limits, mark_fault, mark_sent
+from miniharness.mcp.wire import TOKEN, Limits, mark_fault, mark_sent
+
+_REFUSED = {
+    401: f"it refuses the bearer token; check {TOKEN} on both sides",
+    403: f"it refuses the bearer token; check {TOKEN} on both sides",
+    404: "there is no MCP server at this path; start another run with the right --url",
+    421: "it refuses this host name; call it by the name it was started with",
+}
 
 
 class _Contained(httpx2.AsyncBaseTransport):
@@ -23,11 +30,14 @@ class _Contained(httpx2.AsyncBaseTransport):
         try:
             response = await self._inner.handle_async_request(request)
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            mark_fault(f"nothing answers at {request.url}; start it; another address needs another run")
             return _unreachable(request, error)  # provably not sent
         except httpx2.TransportError as error:
             mark_sent()
             return _unreachable(request, error)
         mark_sent()
+        if response.status_code in _REFUSED:
+            mark_fault(f"{request.url} answered HTTP {response.status_code}: {_REFUSED[response.status_code]}")
         return httpx2.Response(
             response.status_code,
             headers=response.headers,

@@ -51,6 +51,7 @@ class Session:
         self._mode = mode
         self._stack = AsyncExitStack()
         self._client: Client | None = None
+        self._info: dict[str, Any] | None = None
 
     async def __aenter__(self) -> Session:
         return self
@@ -64,7 +65,7 @@ class Session:
                 self._child.discard()
 
     async def connect(self, needs: Mapping[str, frozenset[str]]) -> dict[str, Any]:
-        """Shake hands and check that each needed tool is there with its arguments; returns version and server.
+        """Shake hands, once, and check that each needed tool is there with its arguments; returns version and server.
 
         Args:
             needs: for each tool the arguments that it must require.
@@ -72,16 +73,24 @@ class Session:
         Raises:
             ToolUnavailable: within `handshake_s`, with the reason.
         """
-        limit_s = self._limits.handshake_s
+        if self._info is not None:
+            return self._info
+        limit_s, request = self._limits.handshake_s, Request()
+        token = CURRENT.set(request)
         try:
             async with asyncio.timeout(limit_s):
-                return await self._shake_hands(needs)
+                self._info = await self._shake_hands(needs)
+                return self._info
         except TimeoutError:
             raise ToolUnavailable(f"the server did not finish its handshake within {limit_s:g} s") from None
         except ToolUnavailable:
             raise
         except Exception as error:
-            raise ToolUnavailable(f"the handshake with the server failed: {self._tell(error)}") from error
+            raise ToolUnavailable(
+                f"the handshake with the server failed: {request.fault or self._tell(error)}"
+            ) from error
+        finally:
+            CURRENT.reset(token)
 
     async def _shake_hands(self, needs: Mapping[str, frozenset[str]]) -> dict[str, Any]:
         from mcp import Client
