@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
@@ -26,8 +24,15 @@ from urllib.parse import urlsplit
 import miniharness
 import model as model_side
 from miniharness import faults
-from miniharness.contract import Budget, Contract, Tool
-from miniharness.errors import INTERNAL, ContractMismatch, HarnessError, Interrupted, UsageError
+from miniharness.contract import Budget, Contract, Tool, check_identifier
+from miniharness.errors import (
+    INTERNAL,
+    TRY_AGAIN,
+    ContractMismatch,
+    HarnessError,
+    Interrupted,
+    UsageError,
+)
 from miniharness.machine import FINAL, Run, State
 from miniharness.mcp.wire import TOKEN, Limits
 from miniharness.models import anthropic, scripted
@@ -35,14 +40,15 @@ from miniharness.report import exit_code, nothing, report, summary
 from miniharness.runs import Runs, refuse_other
 
 if TYPE_CHECKING:
-    from miniharness.engine import Ports
+    import asyncio
+
+    from miniharness.mcp.keyed import Pair
     from miniharness.mcp.session import Session
 
 RUN = "review-001"
 GOAL = {"source": "source-001", "title": "核验 Agent Harness 资料"}
 OWN_SERVER = "stdio"
 TOOL = Tool(name="create_review_ticket", resource="ticket", server=OWN_SERVER, fences=True, deduplicates=True)
-CLEAN = frozenset({"invalid", "conflict", "stale"})  # the server's errors that mean: certainly not written
 COMMAND = "python lab.py"
 SERVER = Path(__file__).with_name("server.py")
 STOPS = {signal.SIGINT, signal.SIGTERM}
@@ -178,27 +184,92 @@ def _check_secrets(contract: Contract, state: State) -> None:
 
 
 async def _drive(runs: Runs, run: Run, permit: bool, fault: str | None) -> None:
-    from miniharness.engine import drive
+    from miniharness.engine import Ports, drive
 
     async with session_for(runs.folder, run.contract.tool.server, fault) as session:
-        await drive(runs, run, _ports(run.contract, session, fault), permit)
+        from miniharness.mcp.keyed import KeyedTool  # while the child is starting
+
+        tool = faults.FaultyTool(KeyedTool(session, tools()), fault)
+        await drive(runs, run, Ports(_model(run.contract), tool), permit)
 
 
-def _ports(contract: Contract, session: Session, fault: str | None = None) -> Ports:
-    from miniharness.engine import Ports
-    from miniharness.mcp.keyed import KeyedTool, Pair
+def _model(contract: Contract) -> Callable[[Mapping[str, Any]], Any]:
+    return partial(model_side.propose, provider=contract.provider, model=contract.model)
+
+
+def tools() -> Pair:
+    """The server's two tools as the operator declares them."""
+    from miniharness.mcp.keyed import Pair
     from store import Found
 
-    pair = Pair(
+    return Pair(
         look_up="lookup_review_ticket",
         write=TOOL.name,
         noun=TOOL.resource,
         fields=frozenset(GOAL),
         answer=Found,
-        clean=CLEAN,
+        clean=frozenset({"invalid", "conflict", "stale"}),
     )
-    propose = partial(model_side.propose, provider=contract.provider, model=contract.model)
-    return Ports(propose, faults.FaultyTool(KeyedTool(session, pair), fault))
+
+
+# -- many at once -----------------------------------------------------------------------------------------------------
+
+
+async def execute_many(
+    state_dir: Path,
+    goals: AsyncIterable[Mapping[str, Any] | str],
+    *,
+    execute_write: bool = False,
+    url: str | None = None,
+    concurrency: int = 32,
+    servers: int = 1,
+    stop: asyncio.Event | None = None,
+    **asked: Any,
+) -> AsyncIterator[dict[str, Any]]:
+    """Take a run for each goal as far as it goes, `concurrency` at a time; yields reports in the order of completion.
+
+    A goal is `{"run", "source", "title"}` or that as JSON text; its place in the order, from 1, is the report's `line`.
+    A finished run is only read, another is taken further. One that cannot be used is reported under `interrupted`; the
+    others go on. Our own server is replaced when it dies. `asked` is as for `execute`: provider, model, budget,
+    deadline. Once `stop` is set, no goal is taken any more and the runs under way halt after their present step.
+
+    Raises:
+        PoolExhausted: the server died again and again.
+        StoreError: the journal itself cannot be opened.
+    """
+    import asyncio
+
+    from miniharness.batch import Batch
+    from miniharness.mcp.pool import Pool
+
+    server = _checked_server(url)
+
+    def contract(stored: Run | None, goal: Mapping[str, Any]) -> Contract:
+        made = contract_for(stored, goal, **asked, url=server)
+        _check_secrets(made, stored.state if stored else State.NEW)
+        return made
+
+    with closing(Runs(state_dir)) as runs:
+        async with Pool(lambda: session_for(runs.folder, server), tools(), servers) as pool:
+            batch = Batch(runs, pool, _run_and_goal, contract, _model)
+            async for result in batch.run(goals, concurrency, execute_write, stop or asyncio.Event()):
+                yield result
+
+
+def _run_and_goal(item: Mapping[str, Any] | str) -> tuple[str, dict[str, Any]]:
+    """The run id and the goal of one line of a batch.
+
+    Raises:
+        UsageError: it has another form.
+    """
+    try:
+        plain = json.loads(item) if isinstance(item, str) else item
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the line is not JSON: {error}") from None
+    if not isinstance(plain, Mapping) or not isinstance(plain.get("run"), str):
+        raise UsageError('the line must be an object like {"run": "r-1", "source": "s", "title": "t"}')
+    goal = {field: value for field, value in plain.items() if field != "run"}
+    return check_identifier(plain["run"]), model_side.validate_action(goal)
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -217,8 +288,10 @@ def _text(text: str) -> str:
     return text
 
 
-def _folder(text: str) -> Path:
-    return Path(_text(text))
+def _count(text: str) -> int:
+    if text.isascii() and text.isdecimal() and 1 <= int(text) <= 1000:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 1000")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -226,19 +299,33 @@ def _parser() -> argparse.ArgumentParser:
         prog="lab.py", description="Create one review ticket, crash-recoverably.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("--state-dir", type=_folder, required=True, metavar="DIR", help="where both databases live; made if missing")
-    add("--run", default=RUN, metavar="ID", help="the run's name (default: %(default)s)")
+    add(
+        "--state-dir",
+        type=lambda text: Path(_text(text)),
+        required=True,
+        metavar="DIR",
+        help="where both databases live; made if missing",
+    )
+    add("--run", metavar="ID", help=f"the run's name (default: {RUN})")
     add("--source", metavar="S", help=f"goal: the source (default for a new run: {GOAL['source']})")
     add("--title", metavar="T", help=f"goal: the title (default for a new run: {GOAL['title']})")
     add("--execute", action="store_true", help="the permit: this command may write")
     add("--provider", choices=model_side.PROVIDERS, help="who proposes (default for a new run: fixture)")
     add("--model", type=_text, metavar="NAME", help="the provider's model")
-    add("--dispatches", type=int, metavar="N", help="budget: at most N writes are sent (default: 3)")
-    add("--model-requests", type=int, metavar="N", help="budget: the model is asked at most N times (default: 5)")
+    add("--dispatches", type=_count, metavar="N", help="budget: at most N writes are sent (default: 3)")
+    add("--model-requests", type=_count, metavar="N", help="budget: the model is asked at most N times (default: 5)")
     add("--deadline", type=_time, metavar="TIME", help="ISO 8601, local without a zone; nothing new begins after it")
     add("--transport", choices=("stdio", "http"), help="how to reach the ticket server (default for a new run: stdio)")
     add("--url", type=_text, metavar="URL", help=f"of a running HTTP server; its token is read from {TOKEN}")
     add("--fault", choices=faults.POINTS, help="die at this point, to see the recovery")
+    add(
+        "--batch",
+        type=argparse.FileType(encoding="utf-8", errors="replace"),
+        metavar="FILE",
+        help='many runs: a line {"run", "source", "title"} each; - is stdin',
+    )
+    add("--concurrency", type=_count, default=32, metavar="N", help="of a batch: runs at a time (default: %(default)s)")
+    add("--servers", type=_count, default=1, metavar="N", help="of a batch: server processes (default: %(default)s)")
     add("--take-over", action="store_true", help="take the run from an owner that lives but is stuck")
     add("--json", action="store_true", help="print one JSON object")
     add("--version", action="version", version=f"Mini Harness {miniharness.__version__}")
@@ -264,23 +351,30 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def _until_signalled(work: Any) -> dict[str, Any]:
-    """Await `work`; the first SIGINT or SIGTERM cancels it, a second one ends the process at once."""
+def _listen(stop: Callable[[], object]) -> list[str]:
+    """Call `stop` at the first SIGINT or SIGTERM; a second one ends the process at once. Returns what came so far."""
     import asyncio
 
-    task = asyncio.ensure_future(work)
     received: list[str] = []
 
-    def stop(number: signal.Signals) -> None:
+    def hear(number: signal.Signals) -> None:
         if received:
             os._exit(Interrupted.exit_code)
         received.append(number.name)
-        task.cancel()
+        stop()
 
-    loop = asyncio.get_running_loop()
     for number in STOPS:
-        loop.add_signal_handler(number, stop, number)
+        asyncio.get_running_loop().add_signal_handler(number, hear, number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    return received
+
+
+async def _until_signalled(work: Any) -> dict[str, Any]:
+    """Await `work`; a signal cancels it."""
+    import asyncio
+
+    task = asyncio.ensure_future(work)
+    received = _listen(task.cancel)
     try:
         result: dict[str, Any] = await task
         return result
@@ -291,25 +385,30 @@ async def _until_signalled(work: Any) -> dict[str, Any]:
 def _result(args: argparse.Namespace) -> dict[str, Any]:
     """Do what the command asks; a finished run is only read, so that this takes no time."""
     asked = _asked(args)
-    if told := finished(args.state_dir, args.run, **asked):
+    if told := finished(args.state_dir, args.run or RUN, **asked):
         return told
     import asyncio
+    import logging
 
+    logging.basicConfig(handlers=[logging.NullHandler()])  # what matters of the SDK's log is in our errors
     how = {"execute_write": args.execute, "fault": args.fault, "take_over": args.take_over}
-    return asyncio.run(_until_signalled(execute(args.state_dir, run=args.run, **how, **asked)))
+    return asyncio.run(_until_signalled(execute(args.state_dir, run=args.run or RUN, **how, **asked)))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    logging.basicConfig(handlers=[logging.NullHandler()])  # what matters of the SDK's log is in our errors
     args = _parser().parse_args(argv)
+    if args.batch:
+        return _main_of_batch(args)
     error: HarnessError | None = None
     try:
         result = _result(args)
     except HarnessError as stopped:
         error, result = stopped, _as_stored(args, stopped)
     except Exception:
+        import traceback
+
         traceback.print_exc()  # a bug of ours; what is on disk is as true as before
         return INTERNAL
     if error and result["interrupted"]:
@@ -325,9 +424,42 @@ def _as_stored(args: argparse.Namespace, error: HarnessError) -> dict[str, Any]:
     """The report of a run that the command could not take further."""
     try:
         with closing(Runs(args.state_dir)) as runs:
-            return report(runs, args.run, error, permit=args.execute)
+            return report(runs, args.run or RUN, error, permit=args.execute)
     except HarnessError:
-        return nothing(args.run, "nothing could be read", error)
+        return nothing(args.run or RUN, "nothing could be read", error)
+
+
+def _main_of_batch(args: argparse.Namespace) -> int:
+    import asyncio
+
+    try:
+        return asyncio.run(_batch(args))
+    except HarnessError as error:
+        print(f"lab.py: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # nobody reads on
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left to flush goes there
+        return TRY_AGAIN
+
+
+async def _batch(args: argparse.Namespace) -> int:
+    import asyncio
+
+    from miniharness.batch import lines, tell
+
+    single = {"--run": args.run, "--source": args.source, "--title": args.title, "--fault": args.fault}
+    if alone := [flag for flag, value in single.items() if value] + ["--take-over"] * args.take_over:
+        raise UsageError(f"{alone[0]} is for one run; a batch takes its runs from its file")
+    asked = {name: value for name, value in _asked(args).items() if name != "expected"}
+    how = {"execute_write": args.execute, "concurrency": args.concurrency, "servers": args.servers}
+    stop = asyncio.Event()
+    received = _listen(stop.set)
+    with args.batch as file:
+        code = await tell(execute_many(args.state_dir, lines(file), stop=stop, **how, **asked), file, args.json)
+    if received:
+        print(f"interrupted by {received[0]}; the same command goes on from here", file=sys.stderr)
+        return TRY_AGAIN
+    return code
 
 
 if __name__ == "__main__":

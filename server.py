@@ -36,19 +36,19 @@ Reply = Annotated[CallToolResult, Found]
 
 
 def build(tickets: Tickets, fault: str | None = None) -> MCPServer:
-    """The server over an open store. A tool's body has no `await`, so a call is done whole or not at all."""
+    """The server over an open store. Calls that arrive together share a commit; each is done whole or not at all."""
     server = MCPServer("review-tickets", version=miniharness.__version__, log_level="WARNING")
 
     @server.tool(annotations=READS)
     async def lookup_review_ticket(operation_key: str, ctx: Context) -> Reply:
         """Find the review ticket of an operation key; the answer's ticket is null when there is none."""
-        return _reply(lambda: tickets.look_up(_key(operation_key), _epoch(ctx)))
+        return await _reply(tickets, lambda: tickets.look_up(_key(operation_key), _epoch(ctx)))
 
     @server.tool(annotations=WRITES)
     async def create_review_ticket(operation_key: str, source: str, title: str, ctx: Context) -> Reply:
         """Create the review ticket of an operation key; the same key and content again returns the same ticket."""
         action = {"source": source, "title": title}
-        reply = _reply(lambda: tickets.create(_key(operation_key), validate_action(action), _epoch(ctx)))
+        reply = await _reply(tickets, lambda: tickets.create(_key(operation_key), validate_action(action), _epoch(ctx)))
         if not reply.is_error:
             faults.reach(faults.SERVER_AFTER_COMMIT, fault)
         return reply
@@ -69,13 +69,13 @@ def _epoch(ctx: Context) -> int | None:
     return epoch
 
 
-def _reply(work: Callable[[], Ticket | None]) -> CallToolResult:
+async def _reply(tickets: Tickets, work: Callable[[], Ticket | None]) -> CallToolResult:
     """The answer as structured content, or an error with a code.
 
     `invalid`, `conflict` and `stale` mean that the call certainly changed nothing; `store` means that nobody knows.
     """
     try:
-        content = Found(ticket=work()).model_dump()
+        content = Found(ticket=await tickets.together(work)).model_dump()
     except Refused as error:
         content = {"error": {"code": error.code, "message": str(error)}}
     except UsageError as error:

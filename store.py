@@ -6,18 +6,21 @@ They are two files on purpose: no local transaction can join them, and that gap 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from miniharness.check import describe, differences
 from miniharness.contract import canonical
 from miniharness.database import Database
+from miniharness.errors import HarnessError
 from miniharness.runs import Runs
 
 __all__ = ["Action", "Conflict", "Found", "Refused", "Runs", "Stale", "Ticket", "Tickets"]
+
+T = TypeVar("T")
 
 APPLICATION_ID = 0x4D48_5401  # "MHT" and 1
 
@@ -60,7 +63,7 @@ class Found(_Exact):
     ticket: Ticket | None
 
 
-class Refused(Exception):
+class Refused(HarnessError):
     """A write that certainly did not happen; `code` says why."""
 
     code = "refused"
@@ -103,6 +106,13 @@ class Tickets:
                 {"op": op, "epoch": epoch},
             )
             return self._get(op)
+
+    async def together(self, work: Callable[[], T]) -> T:
+        """What `work` returns, done in a transaction that all share who ask at this moment; on disk when it returns.
+
+        `work` is one call of another method, so that a refusal of it is its own.
+        """
+        return await self._db.write(work)
 
     def create(self, op: str, action: Mapping[str, Any], epoch: int | None = None) -> Ticket:
         """Create the ticket of that key, or return the one that already says the same. On disk when it returns.

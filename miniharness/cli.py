@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -148,7 +149,9 @@ def replay(
             broken |= bool(faults)
             for fault in faults:
                 print(f"{stored.id}: {fault}")
-            if not faults:
+            if stored.pruned:
+                print(f"{stored.id}: its history was pruned; left are {stored.state} and head {stored.head}")
+            elif not faults:
                 whole = f"{stored.version} events, the chain is whole, and they give the stored row"
                 print(f"{stored.id}: {whole}: {stored.state}, head {stored.head}")
     if broken:
@@ -237,6 +240,20 @@ def _concern(journal: Runs, run: Run) -> str | None:
     if action in ("ask_operator", "settle"):
         return f"{PERSON}: {run.reason}"
     return "waits for a permit" if action == "execute" else "stopped early; nobody drives it"
+
+
+UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+@app.command()
+def prune(ctx: typer.Context, older_than: Annotated[str, typer.Option(metavar="AGE", help="like 30d, 12h")]) -> None:
+    """Remove the history of runs that ended that long ago; their verdict and the chain's head stay."""
+    number, unit = older_than[:-1], older_than[-1:]
+    if unit not in UNITS_S or not number.isascii() or not number.isdecimal():
+        raise UsageError(f"--older-than {older_than!a} must be a whole number and d, h, m or s, like 30d")
+    with _journal(ctx) as journal:
+        pruned = journal.prune(time.time() - int(number) * UNITS_S[unit])
+    print(f"{pruned} runs were pruned; `runs` still lists them with their verdict")
 
 
 @app.command()

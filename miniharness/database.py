@@ -120,7 +120,10 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """One write transaction: everything inside is on disk when it ends, or nothing of it."""
+        """One write transaction, or a part of the one around it: all of it is on disk when it ends, or nothing."""
+        if self._connection.in_transaction:
+            yield
+            return
         with self._clear_errors():
             self._patiently("begin immediate")
             try:
@@ -178,6 +181,11 @@ class Database:
 
     def _explained(self, error: sqlite3.Error) -> StoreError:
         return StoreError(f"{self.path}: {_ADVICE.get(_primary_code(error), 'it failed')} ({error})")
+
+    def compact(self) -> None:
+        """Give the space of what was deleted back to the file system; takes about the file's size meanwhile."""
+        self.execute("vacuum")
+        self.execute("pragma wal_checkpoint(truncate)")
 
     def close(self) -> None:
         """Close the file; committed work stays."""

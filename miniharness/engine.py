@@ -11,15 +11,16 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from miniharness.errors import ModelUnavailable, ProposalRejected
+from miniharness.errors import Interrupted, ModelUnavailable, ProposalRejected
 from miniharness.machine import AskModel, Decide, Dispatch, Event, EventType, LookUp, Outcome, Run, Step, next_step
 from miniharness.runs import Runs
 
 MODEL_TIMEOUT_S = 120.0  # for one request in all, however slowly its bytes arrive
 
 Json = Mapping[str, Any]
+T = TypeVar("T")
 Model = Callable[[Json], tuple[Json, Json]]
 """Takes the goal, asks once, and returns the validated action and the response's metadata.
 
@@ -59,15 +60,18 @@ class Tool(Protocol):
 
 
 class Ports:
-    """The outside, one step at a time."""
+    """The outside, one step at a time; once `stop` is set, no step begins but one whose debit is on disk."""
 
-    def __init__(self, model: Model, tool: Tool) -> None:
+    def __init__(self, model: Model, tool: Tool, stop: asyncio.Event | None = None) -> None:
         self._model = model
         self._tool = tool
+        self._stop = stop
         self._connected = False
 
     async def perform(self, step: Step) -> Event:
         """Do what the step says, once, and return what happened."""
+        if self._stop and self._stop.is_set() and isinstance(step, Decide | LookUp):
+            raise Interrupted("stopped between two steps")
         match step:
             case Decide(event):
                 return event
@@ -88,7 +92,7 @@ class Ports:
     async def _ask(self, goal: Json) -> Event:
         try:
             async with asyncio.timeout(MODEL_TIMEOUT_S):
-                proposal, metadata = await _in_a_thread(self._model, goal)
+                proposal, metadata = await in_a_thread(self._model, goal)
         except ProposalRejected as error:
             return Event(EventType.PROPOSAL_REJECTED, {"reason": str(error)})
         except TimeoutError:
@@ -96,14 +100,14 @@ class Ports:
         return Event(EventType.PROPOSED, {"proposal": proposal, "metadata": metadata})
 
 
-async def _in_a_thread(model: Model, goal: Json) -> tuple[Json, Json]:
+async def in_a_thread(ask: Callable[..., T], *about: Any) -> T:
     """Ask in a daemon thread: an interrupted command does not wait for an answer that nobody will read."""
-    future: Future[tuple[Json, Json]] = Future()
+    future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # so that a late answer finds its place even when nobody waits
 
     def work() -> None:
         try:
-            future.set_result(model(goal))
+            future.set_result(ask(*about))
         except BaseException as error:  # whatever it was, it belongs to the one who waits
             future.set_exception(error)
 

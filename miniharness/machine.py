@@ -156,6 +156,7 @@ class Run:
     metadata: Mapping[str, Any] | None = None  # of the model's response
     resource: Mapping[str, Any] | None = None  # as last found: {"id", "action"}
     head: str = ""  # digest of the last event; kept by the journal
+    pruned: bool = False  # the history of this finished run was removed; the verdict and the head are left
 
     def but(self, **changes: Any) -> Run:
         """This run with those fields changed. Like `dataclasses.replace`, at a tenth of its cost."""

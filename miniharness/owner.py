@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +17,7 @@ class Owner:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
-        self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self.name = f"{os.getpid()}-{os.urandom(4).hex()}"
         self._path = folder / self.name
         self._file = self._path.open("x")  # closed on exec, so no child keeps it
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

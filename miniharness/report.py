@@ -27,7 +27,8 @@ def report(runs: Runs, run_id: str, error: HarnessError | None = None, *, permit
     if run is None:
         return nothing(run_id, "there is no such run yet", error)
     events = runs.events(run_id)
-    _check_history(run, events)
+    if not run.pruned:
+        _check_history(run, events)
     budget, noun = run.contract.budget, run.contract.tool.resource
     busy = isinstance(error, RunBusy) or runs.driven_elsewhere(run)
     return {
@@ -80,7 +81,7 @@ def certain(run: Run) -> str:
     """What is certainly true of the run."""
     if run.settled_by:
         return f"{run.settled_by} ended this run by their word; no check confirmed it"
-    return CERTAIN[run.state]
+    return CERTAIN[run.state] + ("; its history was pruned" if run.pruned else "")
 
 
 def next_command(run: Run, folder: Path, *, busy: bool = False, permit: bool = False) -> dict[str, str]:

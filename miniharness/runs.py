@@ -22,6 +22,7 @@ from miniharness.database import Database
 from miniharness.errors import ContractMismatch, Fenced, IllegalMove, RunBusy, StoreError, UsageError
 from miniharness.machine import FINAL, Event, EventType, Outcome, Run, State, allows, evolve, opened
 
+PRUNED_AT_ONCE = 500  # so that writers wait for milliseconds only
 APPLICATION_ID = 0x4D48_5201  # "MHR" and 1, so that no other program's file is taken for ours
 
 MIGRATIONS = (
@@ -62,6 +63,7 @@ MIGRATIONS = (
       primary key (run, seq)
     ) strict, without rowid;
     """,
+    "alter table runs add column pruned integer not null default 0",
 )
 
 _COLUMNS = tuple(f.name for f in fields(Run))
@@ -109,6 +111,7 @@ def _from_row(row: tuple[Any, ...]) -> Run:
             "state": State(values["state"]),
             "last": Outcome(values["last"]),
             "cancel": bool(values["cancel"]),
+            "pruned": bool(values["pruned"]),
         }
     )
 
@@ -322,11 +325,41 @@ class Runs:
         row = (run.id, bare.seq, bare.at, bare.epoch, event.type.value, canonical(event.detail), head)
         return run.but(head=head), row
 
+    def prune(self, before: float) -> int:
+        """Remove the history of runs that ended before that moment (seconds since 1970), and give the space back.
+
+        What stays is the row: contract, verdict, resource and the chain's head. A run that has not ended is never
+        touched, nor one that a person settled while its write may still land. Returns how many were pruned.
+        """
+        total, after = 0, ""
+        while ids := self._prunable(int(before * 1000), after):
+            total, after = total + len(ids), ids[-1]
+            with self._db.transaction():
+                for run_id in ids:
+                    self._db.execute("delete from events where run = ?", (run_id,))
+                    self._db.execute(
+                        "update runs set pruned = 1, proposal = null, metadata = null where id = ?", (run_id,)
+                    )
+        self._db.compact()
+        return total
+
+    def _prunable(self, before_ms: int, after: str) -> list[str]:
+        final = ", ".join(f"'{state}'" for state in sorted(FINAL))
+        rows = self._db.execute(
+            "select r.id from runs r join events e on e.run = r.id and e.seq = r.version"
+            f" where r.id > ? and r.state in ({final}) and e.at < ? and (r.settled_by is null or r.doubtful = 0)"
+            f" order by r.id limit {PRUNED_AT_ONCE}",
+            (after, before_ms),
+        )
+        return [row[0] for row in rows]
+
     # -- proving
 
     def replay(self, run_id: str) -> list[str]:
         """Fold the history again and compare it with the row; returns every fault found, none when they agree."""
         run, faults, head = self.require(run_id), [], ""
+        if run.pruned:
+            return []  # nothing is left that could disagree
         folded: Run | None = None
         for number, event in enumerate(self.events(run_id), start=1):
             if event.seq != number:

@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 from forked import Forked
+from hypothesis import HealthCheck, settings
 
 GOAL = {"source": "source-001", "title": "核验 Agent Harness 资料"}
+
+settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow], deadline=None)  # machines are shared
+settings.load_profile("busy")
 
 
 class Lab:

@@ -118,18 +118,20 @@ def _lab(argv: list[str]) -> None:
     parser.add_argument("--dispatch")
     mine, theirs = parser.parse_known_args(argv)
     import lab
+    from miniharness.mcp import child, keyed
 
-    class Server(lab.Child):
+    class Server(child.Child):
         def __init__(self, command: list[str], env: dict[str, str]) -> None:
             super().__init__([sys.executable, __file__, "serve", mine.server, *command[2:]], env)
 
-    class Tool(lab.KeyedTool):
+    class Tool(keyed.KeyedTool):
         async def dispatch(self, key: Any, action: Any, epoch: int) -> Any:
             if mine.dispatch:
                 _perform(mine.dispatch, "engine", "the dispatch")
             return await super().dispatch(key, action, epoch)
 
-    lab.Child, lab.KeyedTool = Server, Tool  # type: ignore[misc]
+    child.Child, keyed.KeyedTool = Server, Tool  # type: ignore[misc]
+    signal.pthread_sigmask(signal.SIG_BLOCK, lab.STOPS)  # as the command does
     watch = _watched("engine", mine.engine)
     _end("engine", watch, lab.main(theirs))
 

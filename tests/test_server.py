@@ -230,7 +230,7 @@ async def test_a_locked_store_is_an_error_of_its_own_kind(
         other.execute("begin immediate")
         code, message = refusal(await remote.create("a", epoch=1))
         assert (code, "locked" in message) == ("store", True)
-        assert code not in ticket_lab.CLEAN
+        assert code not in ticket_lab.tools().clean
         other.execute("rollback")
         other.close()
         assert remote.rows() == ([], [])
@@ -478,7 +478,7 @@ async def test_a_connection_refused_at_the_dispatch_is_known_to_be_unsent(web: H
     propose = partial(model.propose, provider=asked.provider, model=asked.model)
     kills = itertools.count()
     async with ticket_lab.session_for(web.state_dir, web.url) as session:
-        tool = After(KeyedTool(session, ticket_lab.TOOLS), lambda: (next(kills), web.stop()))
+        tool = After(KeyedTool(session, ticket_lab.tools()), lambda: (next(kills), web.stop()))
         with pytest.raises(ToolUnavailable):
             await drive(runs, run, Ports(propose, tool), True)
     stored = runs.require(ticket_lab.RUN)

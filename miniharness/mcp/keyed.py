@@ -35,7 +35,7 @@ class KeyedTool:
     """The tool port of the engine over a session and a `Pair`."""
 
     def __init__(self, session: Session, pair: Pair) -> None:
-        self._session = session
+        self.session = session
         self._pair = pair
 
     async def connect(self) -> Json:
@@ -45,7 +45,7 @@ class KeyedTool:
             ToolUnavailable: within the session's limits, with the reason.
         """
         key = frozenset({"operation_key"})
-        return await self._session.connect({self._pair.look_up: key, self._pair.write: key | self._pair.fields})
+        return await self.session.connect({self._pair.look_up: key, self._pair.write: key | self._pair.fields})
 
     async def look_up(self, key: str, epoch: int) -> Json | None:
         """The resource of that key; a fencing server refuses every write older than `epoch` from now on.
@@ -74,4 +74,4 @@ class KeyedTool:
 
     async def _call(self, name: str, key: str, epoch: int, action: Mapping[str, Any]) -> BaseModel:
         meta = {EPOCH_META: epoch, KEY_META: key}
-        return await self._session.call(name, {"operation_key": key, **action}, self._pair.answer, meta)
+        return await self.session.call(name, {"operation_key": key, **action}, self._pair.answer, meta)

@@ -64,6 +64,16 @@ class Session:
             if self._child:
                 self._child.discard()
 
+    @property
+    def dead(self) -> bool:
+        """Whether the server, our own child, has ended."""
+        return self._child is not None and self._child.died.is_set()
+
+    async def died(self) -> str:
+        """Wait for the end of the server, our own child, and return how it ended."""
+        await (self._child.died if self._child else asyncio.Event()).wait()
+        return self._child.ending if self._child else ""
+
     async def connect(self, needs: Mapping[str, frozenset[str]]) -> dict[str, Any]:
         """Shake hands, once, and check that each needed tool is there with its arguments; returns version and server.
 

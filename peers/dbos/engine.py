@@ -1,0 +1,160 @@
+"""DBOS on SQLite, used as its documentation says (https://docs.dbos.dev/python/...).
+
+- A workflow calls steps. `DBOS.start_workflow` starts it in a thread of its own; `SetWorkflowID` gives it an identity,
+  which is its idempotency key: tutorials/workflow-tutorial, tutorials/idempotency-tutorial.
+- The system database is a SQLite file: reference/configuration. `--setting default` leaves it as DBOS makes it (with a
+  rollback journal); `--setting wal` sets the file to WAL before DBOS opens it.
+- On a single server `DBOS.launch()` recovers all workflows that are PENDING for this executor ("local", unless it is
+  told otherwise) and this version of the application: https://docs.dbos.dev/production/workflow-recovery
+  After 100 recoveries it gives a workflow up, for good: here the verdict `refused`.
+- "Steps are tried at least once but are never re-executed after they complete": a step that was killed after its effect
+  is run again. To avoid a repeated effect the step must be idempotent: a user passes a key, such as the workflow's
+  identity, to a tool that de-duplicates (here the variant `keyed`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sqlite3
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+from dbos import DBOS, SetWorkflowID
+
+sys.path.append(str(Path(__file__).parents[1]))
+import world
+
+CHOICES = {
+    "setting": ["default", "wal"],
+    "variant": ["plain", "keyed"],
+    "accident": ["none", "kill-before", "kill-after", "freeze-before", "freeze-after"],
+}
+OPTIONS = argparse.Namespace()
+"""What this process was asked for: an accident belongs to a process, not to a workflow's recorded input."""
+STARTED = threading.Event()
+"""Set when no workflow has to wait for another to be started."""
+
+
+@DBOS.step()
+def nothing() -> str:
+    """Take a step that does nothing."""
+    return world.PAYLOAD
+
+
+@DBOS.workflow()
+def idle(steps: int) -> None:
+    """Take `steps` steps that do nothing."""
+    for _ in range(steps):
+        nothing()
+
+
+@DBOS.step()
+def note(run: str, step: int) -> str:
+    """Take a step that leaves a note."""
+    world.count_step(OPTIONS.folder, run, step, 0 if OPTIONS.again else OPTIONS.runs * OPTIONS.steps // 2)
+    return world.PAYLOAD
+
+
+@DBOS.workflow()
+def noted(run: str, steps: int) -> None:
+    """Take `steps` steps that leave a note, once every run has been started."""
+    STARTED.wait()
+    for step in range(steps):
+        note(run, step)
+
+
+@DBOS.step()
+def act(path: str, op: str, variant: str) -> str:
+    """Have the effect."""
+    return world.effect(Path(path), op, variant, OPTIONS.accident, OPTIONS.times)
+
+
+@DBOS.workflow()
+def operation(path: str, op: str, variant: str) -> str:
+    """Have one effect, in one step."""
+    return act(path, op, variant)
+
+
+def steps() -> dict[str, object]:
+    """Run R workflows of S steps, at most K in flight."""
+
+    def run(_: int) -> None:
+        DBOS.start_workflow(idle, OPTIONS.steps).get_result()
+
+    run(0)
+    first_s = world.age_s()
+    before = stored_bytes()
+    with ThreadPoolExecutor(OPTIONS.in_flight) as pool:
+        started = time.perf_counter()
+        list(pool.map(run, range(OPTIONS.runs)))
+        seconds = time.perf_counter() - started
+    rss_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"seconds": seconds, "bytes": stored_bytes() - before, "rss_kb": rss_kb, "first_s": first_s}
+
+
+def recover() -> dict[str, object]:
+    """Start R workflows and be killed half-way; or, again, wait until all of them are complete."""
+    runs = [f"run-{number:04d}" for number in range(OPTIONS.runs)]
+    if not OPTIONS.again:
+        for run in runs:
+            with SetWorkflowID(run):
+                DBOS.start_workflow(noted, run, OPTIONS.steps)
+    STARTED.set()
+    for run in runs:
+        DBOS.retrieve_workflow(run).get_result(polling_interval_sec=0.05)
+    return {"seconds": world.age_s(), **world.counted(OPTIONS.folder)}
+
+
+def effect() -> dict[str, object]:
+    """Start the workflow, or attach to the one that was recovered at launch, and wait for its result."""
+    with SetWorkflowID(OPTIONS.op):
+        handle = DBOS.start_workflow(operation, str(OPTIONS.world), OPTIONS.op, OPTIONS.variant)
+    try:
+        handle.get_result()
+    except Exception as error:
+        status = handle.get_status().status
+        verdict = "refused" if status == "MAX_RECOVERY_ATTEMPTS_EXCEEDED" else "failed"
+        return {"verdict": verdict, "detail": f"{status}: {error!r}"}
+    return {"verdict": "success", "detail": f"workflow status {handle.get_status().status}"}
+
+
+def stored_bytes() -> int:
+    """The size of the database, when what a write-ahead log holds has been copied into it."""
+    with closing(sqlite3.connect(OPTIONS.database)) as connection:
+        connection.execute("pragma wal_checkpoint(passive)")
+    return OPTIONS.database.stat().st_size
+
+
+def main() -> None:
+    """Run one command and print its answer."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=["steps", "recover", "effect"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("world", type=Path, nargs="?")
+    parser.add_argument("--again", action="store_true")
+    for name in ("runs", "steps", "in-flight", "times"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    for name, choices in CHOICES.items():
+        parser.add_argument(f"--{name}", choices=choices, default=choices[0])
+    parser.add_argument("--op")
+    parser.parse_args(namespace=OPTIONS)
+    OPTIONS.folder.mkdir(parents=True, exist_ok=True)
+    OPTIONS.database = OPTIONS.folder.resolve() / "dbos.sqlite"
+    if OPTIONS.setting == "wal":
+        with closing(sqlite3.connect(OPTIONS.database)) as connection:
+            connection.execute("pragma journal_mode=wal")
+    DBOS(config={"name": "peer", "system_database_url": f"sqlite:///{OPTIONS.database}"})
+    DBOS.launch()
+    answer = {"steps": steps, "recover": recover, "effect": effect}[OPTIONS.command]()
+    DBOS.destroy()
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()
