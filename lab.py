@@ -320,7 +320,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--fault", choices=faults.POINTS, help="die at this point, to see the recovery")
     add(
         "--batch",
-        type=argparse.FileType(encoding="utf-8", errors="replace"),
+        type=argparse.FileType(encoding="utf-8", errors="surrogateescape"),
         metavar="FILE",
         help='many runs: a line {"run", "source", "title"} each; - is stdin',
     )
@@ -337,7 +337,7 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
     if (args.transport == "http") != bool(args.url):
         raise UsageError("--transport http and --url URL belong together")
     if args.url and args.fault == faults.SERVER_AFTER_COMMIT:
-        raise UsageError(f"--fault {args.fault} needs our own server; leave out --transport http")
+        raise UsageError(f"--fault {args.fault} needs our own server, not --transport http")
     limits = {"dispatches": args.dispatches, "model_requests": args.model_requests}
     limits = {name: value for name, value in limits.items() if value is not None}
     goal = {"source": args.source, "title": args.title}
@@ -458,8 +458,7 @@ async def _batch(args: argparse.Namespace) -> int:
         code = await tell(execute_many(args.state_dir, lines(file), stop=stop, **how, **asked), file, args.json)
     if received:
         print(f"interrupted by {received[0]}; the same command goes on from here", file=sys.stderr)
-        return TRY_AGAIN
-    return code
+    return TRY_AGAIN if received else code
 
 
 if __name__ == "__main__":
