@@ -4,7 +4,9 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STATE ?= state-demo
 
-.PHONY: demo test test-all lint lock clean
+MINUTES ?= 10
+
+.PHONY: demo test test-all lint lock bench proof soak clean
 
 demo: $(VENV)/.installed
 	rm -rf $(STATE)
@@ -34,6 +36,16 @@ $(VENV)/.installed: requirements.txt
 
 lock: $(VENV)/.installed
 	$(BIN)/pip freeze --exclude miniharness
+
+# PEERS=dbos,langgraph,restate,temporal adds other engines, each in an environment of its own below .peers
+bench: $(VENV)/.installed
+	$(BIN)/python -m benchmarks --peers "$(or $(PEERS),none)"
+
+proof: $(VENV)/.installed
+	$(BIN)/python -m proofs --peers "$(or $(PEERS),none)"
+
+soak: $(VENV)/.installed
+	$(BIN)/python -m proofs.soak --minutes $(MINUTES)
 
 clean:
 	rm -rf $(VENV) $(STATE) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

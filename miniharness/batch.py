@@ -162,9 +162,13 @@ async def in_flight(
 
 
 async def lines(file: IO[str]) -> AsyncIterator[str]:
-    """The lines of a file; a slow pipe holds nobody up."""
-    while line := await in_a_thread(file.readline):
-        yield line
+    """The lines of a file; one that can be slow, a pipe or a terminal, holds nobody up."""
+    if file.seekable():
+        for line in iter(file.readline, ""):
+            yield line
+    else:
+        while line := await in_a_thread(file.readline):
+            yield line
 
 
 async def tell(results: AsyncIterator[dict[str, Any]], file: Any, as_json: bool) -> int:

@@ -15,6 +15,8 @@ from tempfile import TemporaryDirectory
 import pytest
 from conftest import GOAL, Lab, tickets
 
+from store import Runs
+
 pytestmark = pytest.mark.process
 FIXTURES = Path(__file__).with_name("fixtures")
 RUN = "review-001"
@@ -44,6 +46,7 @@ def stored(lab: Lab) -> Lab:
     lab.state_dir.mkdir()
     for name in ("runs", "tickets"):
         shutil.copy(FIXTURES / f"{name}-1.sqlite", lab.state_dir / f"{name}.sqlite")
+    Runs(lab.state_dir).close()  # as the present version has it
     return lab
 
 
@@ -111,6 +114,18 @@ def test_a_journal_that_cannot_be_used_is_one_clear_error_and_stays_as_it_is(sto
     assert reason in said
     assert "runs.sqlite" in said
     assert files(stored.state_dir) == before
+
+
+@pytest.mark.parametrize("damage", ["a broken run page", "a broken event page", "cut off"])
+def test_a_damaged_file_of_an_earlier_version_is_not_migrated(lab: Lab, damage: str) -> None:
+    """K15: nothing is written into a file before it was found whole."""
+    lab.state_dir.mkdir()
+    path = lab.state_dir / "runs.sqlite"
+    shutil.copy(FIXTURES / "runs-1.sqlite", path)
+    DAMAGE[damage][0](path)
+    before = files(lab.state_dir)
+    assert "damaged" in refused(lab)
+    assert files(lab.state_dir) == before
 
 
 def test_a_journal_that_another_program_holds_is_an_error_until_it_is_let_go(lab: Lab) -> None:

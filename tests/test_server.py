@@ -473,7 +473,7 @@ async def test_a_connection_refused_at_the_dispatch_is_known_to_be_unsent(web: H
     """The attempt is spent but not in doubt; with the server back, the run goes on with a second one."""
     web.start()
     runs = Runs(web.state_dir)
-    asked = ticket_lab.contract_for(None, None, provider=None, model=None, budget=None, deadline=None)
+    asked = ticket_lab.contract_for(None, url=web.url)
     run = await runs.open(ticket_lab.RUN, asked)
     propose = partial(model.propose, provider=asked.provider, model=asked.model)
     kills = itertools.count()
