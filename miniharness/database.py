@@ -86,8 +86,8 @@ class Database:
             )
 
     def _migrate(self, application_id: int, migrations: Sequence[str]) -> None:
-        if (found := self._patiently("pragma quick_check(1)").fetchone()[0]) != "ok":
-            raise StoreError(f"{self.path}: it is damaged; keep it as it is and restore a backup ({found})")
+        if self._patiently("pragma quick_check(1)").fetchone()[0] != "ok":
+            raise StoreError(f"{self.path}: it is damaged; keep it as it is and restore a backup")
         with self.transaction():
             for position in range(self.version, len(migrations)):  # read again: another process may have been faster
                 for statement in migrations[position].split(";"):
