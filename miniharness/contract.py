@@ -11,7 +11,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from miniharness.errors import UsageError
@@ -66,6 +66,10 @@ def check_identifier(value: str) -> str:
     return value
 
 
+def _plain(part: Any) -> dict[str, Any]:
+    return {name: getattr(part, name) for name in part.__slots__}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """How often the run may reach outside; each is debited on disk before the request it pays for.
@@ -78,7 +82,7 @@ class Budget:
     model_requests: int = 5
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name, value in _plain(self).items():
             if type(value) is not int or not 1 <= value <= 1000:
                 raise UsageError(f"the budget's {name} must be a whole number from 1 to 1000, not {value!r}")
 
@@ -124,7 +128,7 @@ class Contract:
 
     def plain(self) -> dict[str, Any]:
         """The contract as a JSON object."""
-        return asdict(self)
+        return _plain(self) | {"tool": _plain(self.tool), "budget": _plain(self.budget)}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Contract:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miniharness import errors
+from miniharness.contract import canonical
 from miniharness.errors import ENDED_BADLY, NEEDS_A_PERSON, OK, HarnessError, Interrupted, RunBusy, StoreError
 from miniharness.machine import CERTAIN, FINAL, Event, EventType, Run, State
 from miniharness.runs import Recorded, Runs
@@ -54,7 +55,7 @@ def _check_history(run: Run, events: Sequence[Recorded]) -> None:
     """A history that is not the one that was written is damage, and not to be told as if it were true."""
     head = ""
     for event in events:
-        if event.chained(run.id, head) != event.digest:
+        if event.chained(run.id, head, canonical(event.detail)) != event.digest:
             raise StoreError(f"run {run.id}: event {event.seq} was altered; keep the file and restore a backup")
         head = event.digest
     if head != run.head:

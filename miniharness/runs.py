@@ -127,9 +127,11 @@ class Recorded:
     detail: Mapping[str, Any]
     digest: str
 
-    def chained(self, run_id: str, previous: str) -> str:
-        """The digest this event must carry when it follows the one with digest `previous`: SHA-256 of a JSON list."""
-        detail = canonical(self.detail)
+    def chained(self, run_id: str, previous: str, detail: str) -> str:
+        """The digest this event must carry when it follows the one with digest `previous`: SHA-256 of a JSON list.
+
+        `detail` is the canonical JSON of the event's own.
+        """
         return digest(f'["{previous}","{run_id}",{self.seq},{self.at},{self.epoch},"{self.type.value}",{detail}]')
 
 
@@ -238,7 +240,7 @@ class Runs:
             raise _busy(run_id, self._me)
         self._driven.add(run_id)
         try:
-            run = await self._db.write(lambda: self._create_or_claim(run_id, contract, take_over))
+            run = await self._write(lambda: self._create_or_claim(run_id, contract, take_over))
         except BaseException:
             self._driven.discard(run_id)
             raise
@@ -283,7 +285,14 @@ class Runs:
             Fenced: another process has taken the run over.
             IllegalMove: the state does not allow the event.
         """
-        return await self._db.write(lambda: self._record(run, event))
+        return await self._write(lambda: self._record(run, event))
+
+    async def _write(self, work: Callable[[], Run]) -> Run:
+        """Write together with the other runs that this process drives; a lone run has nobody to wait for."""
+        if len(self._driven) > 1:
+            return await self._db.write(work)
+        with self._db.transaction():
+            return work()
 
     def _record(self, run: Run, event: Event) -> Run:
         try:
@@ -321,8 +330,9 @@ class Runs:
     def _stamped(self, run: Run, previous: str, event: Event) -> tuple[Run, tuple[Any, ...]]:
         """The run with the digest of its newest event, and that event's row."""
         bare = Recorded(run.version, int(self._clock() * 1000), run.epoch, event.type, event.detail, "")
-        head = bare.chained(run.id, previous)
-        row = (run.id, bare.seq, bare.at, bare.epoch, event.type.value, canonical(event.detail), head)
+        detail = canonical(event.detail)
+        head = bare.chained(run.id, previous, detail)
+        row = (run.id, bare.seq, bare.at, bare.epoch, event.type.value, detail, head)
         return run.but(head=head), row
 
     def prune(self, before: float) -> int:
@@ -364,7 +374,7 @@ class Runs:
         for number, event in enumerate(self.events(run_id), start=1):
             if event.seq != number:
                 return [f"event {number} is missing"]
-            if event.digest != event.chained(run_id, head):
+            if event.digest != event.chained(run_id, head, canonical(event.detail)):
                 faults.append(f"event {event.seq} ({event.type}) was altered: its digest does not match")
             head = event.digest
             try:

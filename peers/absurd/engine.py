@@ -84,7 +84,7 @@ def postgres(folder: Path) -> Iterator[str]:
 
 def run(command: list[str]) -> None:
     """Run a command to its end; what it says goes to standard error."""
-    subprocess.run(command, check=True, stdout=sys.stderr)  # noqa: S603  (commands of this file)
+    subprocess.run(command, check=True, stdout=sys.stderr)
 
 
 def start(data: Path) -> subprocess.Popen[bytes]:
@@ -92,7 +92,7 @@ def start(data: Path) -> subprocess.Popen[bytes]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = ["-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories=", "-p", str(port)]
-    return subprocess.Popen([*PREFIX, "postgres", "-D", str(data), *settings], stdout=sys.stderr)  # noqa: S603
+    return subprocess.Popen([*PREFIX, "postgres", "-D", str(data), *settings], stdout=sys.stderr)
 
 
 def running(data: Path) -> str | None:

@@ -112,7 +112,7 @@ def start_server(folder: Path, ports: dict[str, int], lock: int) -> subprocess.P
     settings = {f"RESTATE_{name}BIND_ADDRESS": f"127.0.0.1:{port}" for name, port in ports.items()}
     settings |= {"RESTATE_LISTEN_MODE": "tcp", "RESTATE_LOG_FILTER": "warn", "RESTATE_DISABLE_TELEMETRY": "true"}
     command = ["setpriv", "--pdeathsig", "KILL", SERVER, "--no-logo", "--base-dir", folder / "restate-data"]
-    return subprocess.Popen(command, env=os.environ | settings, pass_fds=[lock], stdout=sys.stderr)  # noqa: S603
+    return subprocess.Popen(command, env=os.environ | settings, pass_fds=[lock], stdout=sys.stderr)
 
 
 def announce(admin: int, service: int) -> None:

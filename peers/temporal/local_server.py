@@ -64,7 +64,7 @@ def start_server(folder: Path, setting: str, port: str, lock: int) -> subprocess
     command = ["setpriv", "--pdeathsig", "KILL", SERVER, "server", "start-dev", "--headless"]
     command += ["--ip", "127.0.0.1", "--port", port, "--db-filename", folder / "temporal.db"]
     command += TUNED if setting == "tuned" else []
-    return subprocess.Popen(command, pass_fds=[lock])  # noqa: S603
+    return subprocess.Popen(command, pass_fds=[lock])
 
 
 async def answering(port: str) -> Client | None:
