@@ -39,7 +39,7 @@ lock: $(VENV)/.installed
 
 # PEERS=dbos,langgraph,restate,temporal adds other engines, each in an environment of its own below .peers
 bench: $(VENV)/.installed
-	$(BIN)/python -m benchmarks --peers "$(or $(PEERS),none)"
+	$(BIN)/python -m benchmarks --peers "$(PEERS)"
 
 proof: $(VENV)/.installed
 	$(BIN)/python -m proofs --peers "$(or $(PEERS),none)"
