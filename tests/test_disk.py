@@ -239,3 +239,39 @@ def test_another_file_system_works() -> None:
         lab = Lab(Path(folder) / "state")
         assert lab.json("--execute")["state"] == "succeeded"
         assert lab.tickets() == ONE_TICKET
+
+
+# -- durability --------------------------------------------------------------------------------------------------------
+
+COMMITS = """
+import asyncio, pathlib, sys
+from miniharness.contract import Contract, Tool
+from miniharness.machine import Event, EventType
+from store import Runs
+tool = Tool(name="t", resource="r", fences=True, deduplicates=True)
+contract = Contract(goal={}, tool=tool, provider="p", model="m", command="c")
+
+async def main(together):
+    runs = Runs(pathlib.Path(sys.argv[1]))
+    opened = [await runs.open(f"r-{n}", contract) for n in range(together)]
+    for _ in range(20):
+        opened = await asyncio.gather(*(runs.record(run, Event(EventType.CONNECTED, {})) for run in opened))
+
+asyncio.run(main(int(sys.argv[2])))
+"""
+
+
+def _syncs(folder: Path, together: int) -> int:
+    log = folder.with_suffix(".strace")
+    command = ["strace", "-f", "-e", "trace=fdatasync,fsync", "-o", str(log), sys.executable, "-c", COMMITS]
+    subprocess.run([*command, str(folder), str(together)], cwd=Path(__file__).parent.parent, check=True)
+    return log.read_text().count("sync(")
+
+
+def test_each_commit_is_synced_to_the_disk_and_those_who_are_together_share_one(tmp_path: Path) -> None:
+    """Twenty more transitions of a lone run are twenty more syncs, and of eight runs at once no more than that."""
+    if not shutil.which("strace"):
+        pytest.skip("counting the syncs needs strace")
+    alone, together = _syncs(tmp_path / "alone", 1), _syncs(tmp_path / "together", 8)
+    assert alone >= 21
+    assert 7 <= together - alone < 20  # seven more runs were opened, one by one
