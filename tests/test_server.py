@@ -12,7 +12,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -414,7 +414,8 @@ async def test_a_url_that_cannot_be_used_opens_nothing(tmp_path: Path, url: str)
     """The rule is told before a run is made or a request debited."""
     with pytest.raises(UsageError, match="--url"):
         await ticket_lab.execute(tmp_path, url=url)
-    assert Runs(tmp_path).get(ticket_lab.RUN) is None
+    with closing(Runs(tmp_path)) as runs:
+        assert runs.get(ticket_lab.RUN) is None
 
 
 @pytest.mark.process
