@@ -345,15 +345,17 @@ def test_processes_of_both_sides_killed_in_turn_end_with_one_ticket(lab: Lab) ->
 
 @pytest.mark.process
 def test_a_process_killed_at_random_moments_ends_with_one_ticket(tmp_path: Path) -> None:
-    """Eight SIGKILLs from outside, at moments that no statement chooses, two for each run."""
+    """Five SIGKILLs and more from outside, at moments that no statement chooses, up to two for each run."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     moments = random.Random(seed)
+    assert Lab(tmp_path / "first").run().returncode == 0  # the first one waits for the imports of all
     began = monotonic()
     assert Lab(tmp_path / "whole").run("--execute").returncode == 0
     lifetime = monotonic() - began
-    kills = 0
-    for number in range(4):
+    kills = number = 0
+    while kills < 5 and number < 15:
+        number += 1
         lab = Lab(tmp_path / str(number))
         for _ in range(2):
             process = lab.start("--execute")
@@ -365,7 +367,7 @@ def test_a_process_killed_at_random_moments_ends_with_one_ticket(tmp_path: Path)
                 kills += process.returncode == -signal.SIGKILL
         assert lab.run("--execute").returncode == 0
         kept(lab.state_dir)
-    assert kills >= 4
+    assert kills >= 5
 
 
 @pytest.mark.process
