@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 BUSY_TIMEOUT_S = 5.0
 BUSY_PAUSE_S = 0.001  # SQLite's own waits grow to 100 ms, so with many writers the unlucky one starves
+LOOK_AGAIN_S = (0.02, 0.2, 0.0)
 
 T = TypeVar("T")
 
@@ -65,13 +66,22 @@ class Database:
                 raise
 
     def _look_first(self, application_id: int, known: int) -> None:
-        """Look at the file without changing a byte of it, not even by tidying up after a killed process."""
-        with closing(_read_only(self.path)) as connection:
+        """Look at the file without changing a byte of it, not even by tidying up after a killed process.
+
+        One that another process is making just now can look like anything for a moment: it is looked at again before
+        it is refused.
+        """
+        for pause_s in LOOK_AGAIN_S:
             try:
-                self._refuse_foreign(connection.execute, application_id, known)
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
-                    raise  # otherwise one was killed while making the file, and only a writer can take that back
+                with closing(_read_only(self.path)) as connection:
+                    self._refuse_foreign(connection.execute, application_id, known)
+                return
+            except (sqlite3.DatabaseError, StoreError) as error:
+                if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_READONLY_ROLLBACK:
+                    return  # one was killed while making the file, and only a writer can take that back
+                if not pause_s or _primary_code(error) == sqlite3.SQLITE_BUSY:
+                    raise
+            time.sleep(pause_s)
 
     def _refuse_foreign(self, execute: Callable[[str], sqlite3.Cursor], application_id: int, known: int) -> None:
         execute("begin")  # one snapshot: another process may be making the file just now
@@ -205,7 +215,7 @@ def _pragma(execute: Callable[[str], sqlite3.Cursor], name: str) -> int:
     return int(execute(f"pragma {name}").fetchone()[0])
 
 
-def _primary_code(error: sqlite3.Error) -> int:
+def _primary_code(error: Exception) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest is detail
 
 
