@@ -12,27 +12,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import miniharness
 import model as model_side
 from miniharness import faults
 from miniharness.contract import Budget, Contract, Tool, check_identifier
-from miniharness.errors import (
-    INTERNAL,
-    TRY_AGAIN,
-    ContractMismatch,
-    HarnessError,
-    Interrupted,
-    UsageError,
-)
+from miniharness.errors import INTERNAL, TRY_AGAIN, ContractMismatch, HarnessError, Interrupted, UsageError
 from miniharness.machine import FINAL, Run, State
 from miniharness.mcp.wire import TOKEN, Limits
 from miniharness.models import anthropic, scripted
@@ -51,6 +44,7 @@ OWN_SERVER = "stdio"
 TOOL = Tool(name="create_review_ticket", resource="ticket", server=OWN_SERVER, fences=True, deduplicates=True)
 COMMAND = "python lab.py"
 SERVER = Path(__file__).with_name("server.py")
+T = TypeVar("T")
 STOPS = {signal.SIGINT, signal.SIGTERM}
 
 
@@ -121,18 +115,17 @@ def _checked_server(url: str | None) -> str:
     return url
 
 
-def finished(state_dir: Path, run: str = RUN, **asked: Any) -> dict[str, Any] | None:
+def finished(runs: Runs, run: str, **asked: Any) -> dict[str, Any] | None:
     """The report of a run that has ended, without a model, a tool or an SDK; None when there is something to do.
 
     Raises:
         as `execute` does.
     """
-    with closing(Runs(state_dir)) as runs:
-        stored = runs.get(run)
-        if stored is None or stored.state not in FINAL:
-            return None
-        refuse_other(stored, contract_for(stored, **asked))
-        return report(runs, run)
+    stored = runs.get(run)
+    if stored is None or stored.state not in FINAL:
+        return None
+    refuse_other(stored, contract_for(stored, **asked))
+    return report(runs, run)
 
 
 async def execute(
@@ -160,19 +153,25 @@ async def execute(
     """
     asked = {"provider": provider, "model": model, "url": url, "budget": budget, "deadline": deadline}
     with closing(Runs(state_dir)) as runs:
-        stored = runs.get(run)
-        contract = contract_for(stored, expected, **asked)  # type: ignore[arg-type]
-        _check_secrets(contract, stored.state if stored else State.NEW)
-        stopped = None
-        try:
-            opened = await runs.open(run, contract, take_over)
-            if opened.state not in FINAL:
-                await _drive(runs, opened, execute_write, fault)
-        except (UsageError, ContractMismatch):
-            raise
-        except HarnessError as error:
-            stopped = error
-        return report(runs, run, stopped, permit=execute_write)
+        return await _go_on(runs, run, execute_write, fault, take_over, expected=expected, **asked)
+
+
+async def _go_on(
+    runs: Runs, run: str, permit: bool, fault: str | None, take_over: bool, **asked: Any
+) -> dict[str, Any]:
+    stored = runs.get(run)
+    contract = contract_for(stored, **asked)
+    _check_secrets(contract, stored.state if stored else State.NEW)
+    stopped = None
+    try:
+        opened = await runs.open(run, contract, take_over)
+        if opened.state not in FINAL:
+            await _drive(runs, opened, permit, fault)
+    except (UsageError, ContractMismatch):
+        raise
+    except HarnessError as error:
+        stopped = error
+    return report(runs, run, stopped, permit=permit)
 
 
 def _check_secrets(contract: Contract, state: State) -> None:
@@ -369,30 +368,33 @@ def _listen(stop: Callable[[], object]) -> list[str]:
     return received
 
 
-async def _until_signalled(work: Any) -> dict[str, Any]:
+async def _until_signalled(work: Coroutine[Any, Any, T]) -> T:
     """Await `work`; a signal cancels it."""
     import asyncio
 
     task = asyncio.ensure_future(work)
     received = _listen(task.cancel)
     try:
-        result: dict[str, Any] = await task
-        return result
+        return await task
     except asyncio.CancelledError:
         raise Interrupted(f"interrupted by {received[0]}") from None
 
 
 def _result(args: argparse.Namespace) -> dict[str, Any]:
     """Do what the command asks; a finished run is only read, so that this takes no time."""
-    asked = _asked(args)
-    if told := finished(args.state_dir, args.run or RUN, **asked):
-        return told
+    asked, run = _asked(args), args.run or RUN
+    with closing(Runs(args.state_dir)) as runs:
+        if told := finished(runs, run, **asked):
+            return told
+        return _run(_until_signalled(_go_on(runs, run, args.execute, args.fault, args.take_over, **asked)))
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
     import asyncio
     import logging
 
     logging.basicConfig(handlers=[logging.NullHandler()])  # what matters of the SDK's log is in our errors
-    how = {"execute_write": args.execute, "fault": args.fault, "take_over": args.take_over}
-    return asyncio.run(_until_signalled(execute(args.state_dir, run=args.run or RUN, **how, **asked)))
+    return asyncio.run(work)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -430,10 +432,8 @@ def _as_stored(args: argparse.Namespace, error: HarnessError) -> dict[str, Any]:
 
 
 def _main_of_batch(args: argparse.Namespace) -> int:
-    import asyncio
-
     try:
-        return asyncio.run(_batch(args))
+        return _run(_batch(args))
     except HarnessError as error:
         print(f"lab.py: {error}", file=sys.stderr)
         return error.exit_code
