@@ -1,4 +1,4 @@
-"""The outside world of every peer: its own database, which no engine can see into, and the accidents that happen there.
+"""What every peer has: the command line, and the outside world with its own database and the accidents there.
 
 Stdlib only; it runs in each peer's own virtual environment. What counts is read from here, never from an engine's
 own records.
@@ -6,17 +6,23 @@ own records.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import sqlite3
+import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
 PAYLOAD = json.dumps({"result": "y" * 186})
 """What a no-op step returns: 200 bytes."""
+
+
+ACCIDENTS = ["none", "kill-before", "kill-after", "freeze-before", "freeze-after"]
 
 
 def age_s() -> float:
@@ -25,9 +31,50 @@ def age_s() -> float:
     return float(Path("/proc/uptime").read_text().split()[0]) - started
 
 
-def size_bytes(folder: Path) -> int:
-    """The size of every file below `folder`."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def peak_kb(pid: int | str = "self") -> int:
+    """The most memory that a process has held."""
+    return int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0])
+
+
+def stored_bytes(database: Path) -> int:
+    """The size of a SQLite file, when what a write-ahead log holds has been copied into it."""
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("pragma wal_checkpoint(passive)")
+    return database.stat().st_size
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def parser(description: str | None, *commands: str) -> argparse.ArgumentParser:
+    """The command line that every engine has: `COMMAND FOLDER [WORLD]`; an engine adds what is its own."""
+    made = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    made.add_argument("command", choices=commands)
+    made.add_argument("folder", type=_made, help="where the engine keeps its data; made if missing")
+    made.add_argument("world", type=Path, nargs="?", help="of `effect`: the world's database")
+    made.add_argument("--op", help="of `effect`: the operation's identity")
+    made.add_argument("--variant", choices=["plain", "keyed"], default="plain")
+    made.add_argument("--accident", choices=ACCIDENTS, default="none")
+    made.add_argument("--times", type=int, default=0)
+    for name in ("runs", "steps", "in-flight"):
+        made.add_argument(f"--{name}", type=int, default=1)
+    made.add_argument("--again", action="store_true", help="of `recover`: after the kill")
+    return made
+
+
+def _made(folder: str) -> Path:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder)
+
+
+def tell(answer: Mapping[str, object]) -> None:
+    """Print a command's answer: one JSON object."""
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+def verdict(told: str, detail: str) -> dict[str, object]:
+    """The answer of `effect`: `success`, `failed`, `unknown` or `refused`, as the product tells its user, and why."""
+    return {"verdict": told, "detail": detail}
 
 
 # -- steps without an effect -------------------------------------------------------------------------------------------

@@ -40,20 +40,6 @@ NOBODY = [
 PREFIX = ["setpriv", *(NOBODY if os.geteuid() == 0 else []), "--pdeathsig", "KILL"]
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=["effect"])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("world", type=Path)
-    parser.add_argument("--op", required=True)
-    parser.add_argument("--variant", choices=["plain", "keyed"], default="plain")
-    parser.add_argument("--accident", default="none")
-    parser.add_argument("--times", type=int, default=0)
-    parser.add_argument("--lease", type=int, default=120, help="claim_timeout, seconds")
-    return parser.parse_args()
-
-
 @contextmanager
 def postgres(folder: Path) -> Iterator[str]:
     """The address of a Postgres on `folder`, with Absurd's schema; started if there is none, and then stopped."""
@@ -135,11 +121,12 @@ def perform(args: argparse.Namespace, url: str) -> tuple[str, str]:
 
 def main() -> None:
     """Run the command and print its verdict."""
-    args = parse()
-    args.folder.mkdir(parents=True, exist_ok=True)
+    parser = world.parser(__doc__, "effect")
+    parser.add_argument("--lease", type=int, default=120, help="claim_timeout, seconds")
+    args = parser.parse_args()
     with postgres(args.folder) as url:
-        verdict, detail = perform(args, url)
-    sys.stdout.write(json.dumps({"verdict": verdict, "detail": detail}) + "\n")
+        answer = world.verdict(*perform(args, url))
+    world.tell(answer)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ default for it ("well above the tool's longest run"); here 60 s, or `--lease`. A
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -19,21 +18,6 @@ from once import NOT_HAPPENED, EffectFailed, EffectPending, EffectUnknown, Once,
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import world
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=["effect"])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("world", type=Path)
-    parser.add_argument("--op", required=True)
-    parser.add_argument("--variant", choices=["plain", "keyed"], default="plain")
-    parser.add_argument("--accident", default="none")
-    parser.add_argument("--times", type=int, default=0)
-    parser.add_argument("--lookup", action="store_true", help="with the verify callback")
-    parser.add_argument("--lease", type=float, default=60.0, help="seconds until a pending call counts as abandoned")
-    return parser.parse_args()
 
 
 def perform(args: argparse.Namespace) -> tuple[str, str]:
@@ -60,10 +44,10 @@ def perform(args: argparse.Namespace) -> tuple[str, str]:
 
 def main() -> None:
     """Run the command and print its verdict."""
-    args = parse()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    verdict, detail = perform(args)
-    sys.stdout.write(json.dumps({"verdict": verdict, "detail": detail}) + "\n")
+    parser = world.parser(__doc__, "effect")
+    parser.add_argument("--lookup", action="store_true", help="with the verify callback")
+    parser.add_argument("--lease", type=float, default=60.0, help="seconds until a pending call counts as abandoned")
+    world.tell(world.verdict(*perform(parser.parse_args())))
 
 
 if __name__ == "__main__":

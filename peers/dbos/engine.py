@@ -15,8 +15,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import resource
 import sqlite3
 import sys
 import threading
@@ -30,11 +28,6 @@ from dbos import DBOS, SetWorkflowID
 sys.path.append(str(Path(__file__).parents[1]))
 import world
 
-CHOICES = {
-    "setting": ["default", "wal"],
-    "variant": ["plain", "keyed"],
-    "accident": ["none", "kill-before", "kill-after", "freeze-before", "freeze-after"],
-}
 OPTIONS = argparse.Namespace()
 """What this process was asked for: an accident belongs to a process, not to a workflow's recorded input."""
 STARTED = threading.Event()
@@ -89,13 +82,17 @@ def steps() -> dict[str, object]:
 
     run(0)
     first_s = world.age_s()
-    before = stored_bytes()
+    before = world.stored_bytes(OPTIONS.database)
     with ThreadPoolExecutor(OPTIONS.in_flight) as pool:
         started = time.perf_counter()
         list(pool.map(run, range(OPTIONS.runs)))
         seconds = time.perf_counter() - started
-    rss_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"seconds": seconds, "bytes": stored_bytes() - before, "rss_kb": rss_kb, "first_s": first_s}
+    return {
+        "seconds": seconds,
+        "bytes": world.stored_bytes(OPTIONS.database) - before,
+        "rss_kb": world.peak_kb(),
+        "first_s": first_s,
+    }
 
 
 def recover() -> dict[str, object]:
@@ -120,31 +117,15 @@ def effect() -> dict[str, object]:
     except Exception as error:
         status = handle.get_status().status
         verdict = "refused" if status == "MAX_RECOVERY_ATTEMPTS_EXCEEDED" else "failed"
-        return {"verdict": verdict, "detail": f"{status}: {error!r}"}
-    return {"verdict": "success", "detail": f"workflow status {handle.get_status().status}"}
-
-
-def stored_bytes() -> int:
-    """The size of the database, when what a write-ahead log holds has been copied into it."""
-    with closing(sqlite3.connect(OPTIONS.database)) as connection:
-        connection.execute("pragma wal_checkpoint(passive)")
-    return OPTIONS.database.stat().st_size
+        return world.verdict(verdict, f"{status}: {error!r}")
+    return world.verdict("success", f"workflow status {handle.get_status().status}")
 
 
 def main() -> None:
     """Run one command and print its answer."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["steps", "recover", "effect"])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("world", type=Path, nargs="?")
-    parser.add_argument("--again", action="store_true")
-    for name in ("runs", "steps", "in-flight", "times"):
-        parser.add_argument(f"--{name}", type=int, default=1)
-    for name, choices in CHOICES.items():
-        parser.add_argument(f"--{name}", choices=choices, default=choices[0])
-    parser.add_argument("--op")
+    parser = world.parser(__doc__, "steps", "recover", "effect")
+    parser.add_argument("--setting", choices=["default", "wal"], default="default")
     parser.parse_args(namespace=OPTIONS)
-    OPTIONS.folder.mkdir(parents=True, exist_ok=True)
     OPTIONS.database = OPTIONS.folder.resolve() / "dbos.sqlite"
     if OPTIONS.setting == "wal":
         with closing(sqlite3.connect(OPTIONS.database)) as connection:
@@ -153,7 +134,7 @@ def main() -> None:
     DBOS.launch()
     answer = {"steps": steps, "recover": recover, "effect": effect}[OPTIONS.command]()
     DBOS.destroy()
-    sys.stdout.write(json.dumps(answer) + "\n")
+    world.tell(answer)
 
 
 if __name__ == "__main__":

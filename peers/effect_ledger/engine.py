@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import json
 import sys
 from pathlib import Path
 
@@ -20,21 +19,6 @@ from effect_ledger import EffectExecutor, Operation, OperationConflict, Recovery
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import world
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=["effect"])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("world", type=Path)
-    parser.add_argument("--op", required=True)
-    parser.add_argument("--variant", choices=["plain", "keyed"], default="plain")
-    parser.add_argument("--accident", default="none")
-    parser.add_argument("--times", type=int, default=0)
-    parser.add_argument("--lookup", action="store_true", help="with the recovery policy")
-    parser.add_argument("--assert-stopped", action="store_true", help="promise stopped workers without a check")
-    return parser.parse_args()
 
 
 def perform(args: argparse.Namespace) -> tuple[str, str]:
@@ -73,10 +57,10 @@ def alone(lock: int) -> bool:
 
 def main() -> None:
     """Run the command and print its verdict."""
-    args = parse()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    verdict, detail = perform(args)
-    sys.stdout.write(json.dumps({"verdict": verdict, "detail": detail}) + "\n")
+    parser = world.parser(__doc__, "effect")
+    parser.add_argument("--lookup", action="store_true", help="with the recovery policy")
+    parser.add_argument("--assert-stopped", action="store_true", help="promise stopped workers without a check")
+    world.tell(world.verdict(*perform(parser.parse_args())))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ is quarantined is asked for once more when the lease has run out. A user avoids 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -21,21 +20,6 @@ from exactly_once.errors import ExactlyOnceError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import world
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=["effect"])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("world", type=Path)
-    parser.add_argument("--op", required=True)
-    parser.add_argument("--variant", choices=["plain", "keyed"], default="plain")
-    parser.add_argument("--accident", default="none")
-    parser.add_argument("--times", type=int, default=0)
-    parser.add_argument("--lookup", action="store_true", help="with the prober")
-    parser.add_argument("--lease", type=float, default=30.0, help="seconds; 0: no lease")
-    return parser.parse_args()
 
 
 def perform(args: argparse.Namespace) -> tuple[str, str]:
@@ -71,10 +55,10 @@ def perform(args: argparse.Namespace) -> tuple[str, str]:
 
 def main() -> None:
     """Run the command and print its verdict."""
-    args = parse()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    verdict, detail = perform(args)
-    sys.stdout.write(json.dumps({"verdict": verdict, "detail": detail}) + "\n")
+    parser = world.parser(__doc__, "effect")
+    parser.add_argument("--lookup", action="store_true", help="with the prober")
+    parser.add_argument("--lease", type=float, default=30.0, help="seconds; 0: no lease")
+    world.tell(world.verdict(*perform(parser.parse_args())))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import resource
-import sqlite3
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import TypedDict
 
@@ -34,11 +30,6 @@ from langgraph.graph.state import CompiledStateGraph
 sys.path.append(str(Path(__file__).parents[1]))
 import world
 
-CHOICES = {
-    "setting": ["default"],
-    "variant": ["plain", "keyed"],
-    "accident": ["none", "kill-before", "kill-after", "freeze-before", "freeze-after"],
-}
 OPTIONS = argparse.Namespace()
 """What this process was asked for: an accident belongs to a process, not to a workflow's recorded state."""
 
@@ -97,13 +88,17 @@ def steps(saver: SqliteSaver) -> dict[str, object]:
 
     run("warm-up")
     first_s = world.age_s()
-    before = stored_bytes()
+    before = world.stored_bytes(OPTIONS.database)
     with ThreadPoolExecutor(OPTIONS.in_flight) as pool:
         started = time.perf_counter()
         list(pool.map(run, [f"run-{number:04d}" for number in range(OPTIONS.runs)]))
         seconds = time.perf_counter() - started
-    rss_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"seconds": seconds, "bytes": stored_bytes() - before, "rss_kb": rss_kb, "first_s": first_s}
+    return {
+        "seconds": seconds,
+        "bytes": world.stored_bytes(OPTIONS.database) - before,
+        "rss_kb": world.peak_kb(),
+        "first_s": first_s,
+    }
 
 
 def recover(saver: SqliteSaver) -> dict[str, object]:
@@ -127,36 +122,18 @@ def effect(saver: SqliteSaver) -> dict[str, object]:
     try:
         graph.invoke(None if known else NEW, thread(OPTIONS.op), durability="sync")
     except Exception as error:
-        return {"verdict": "failed", "detail": repr(error)}
+        return world.verdict("failed", repr(error))
     rest = graph.get_state(thread(OPTIONS.op)).next
-    return {"verdict": "unknown" if rest else "success", "detail": f"invoke returned, next nodes {rest}"}
-
-
-def stored_bytes() -> int:
-    """The size of the database, when what the write-ahead log holds has been copied into it."""
-    with closing(sqlite3.connect(OPTIONS.database)) as connection:
-        connection.execute("pragma wal_checkpoint(passive)")
-    return OPTIONS.database.stat().st_size
+    return world.verdict("unknown" if rest else "success", f"invoke returned, next nodes {rest}")
 
 
 def main() -> None:
     """Run one command and print its answer."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["steps", "recover", "effect"])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("world", type=Path, nargs="?")
-    parser.add_argument("--again", action="store_true")
-    for name in ("runs", "steps", "in-flight", "times"):
-        parser.add_argument(f"--{name}", type=int, default=1)
-    for name, choices in CHOICES.items():
-        parser.add_argument(f"--{name}", choices=choices, default=choices[0])
-    parser.add_argument("--op")
-    parser.parse_args(namespace=OPTIONS)
-    OPTIONS.folder.mkdir(parents=True, exist_ok=True)
+    world.parser(__doc__, "steps", "recover", "effect").parse_args(namespace=OPTIONS)
     OPTIONS.database = OPTIONS.folder / "langgraph.sqlite"
     with SqliteSaver.from_conn_string(str(OPTIONS.database)) as saver:
         answer = {"steps": steps, "recover": recover, "effect": effect}[OPTIONS.command](saver)
-    sys.stdout.write(json.dumps(answer) + "\n")
+    world.tell(answer)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import signal
 import sys
 import time
@@ -28,7 +27,7 @@ import restate
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import world
-from local_server import ask, call, connect, engine, peak_kb, size_bytes
+from local_server import ask, call, connect, engine, size_bytes
 
 Step = Callable[[str, int], str] | Callable[[str, int], Awaitable[str]]
 
@@ -47,76 +46,59 @@ def work(step: Step, gate: asyncio.Barrier | None = None, **options: timedelta) 
     return workflow
 
 
-def steps(folder: Path, *, runs: int, steps: int, in_flight: int, setting: str) -> dict[str, float]:
+def steps(args: argparse.Namespace) -> dict[str, float]:
     """Time workflows of no-op steps."""
 
     async def step(run: str, number: int) -> str:
         return world.PAYLOAD
 
-    with engine(folder, work(step)) as (port, server):
-        ask(port, "POST", ["/work/warm-up/run"], steps)
+    with engine(args.folder, work(step)) as (port, server):
+        ask(port, "POST", ["/work/warm-up/run"], args.steps)
         first_s = world.age_s()
-        before, started = size_bytes(folder), time.perf_counter()
-        ask(port, "POST", (f"/work/run-{run}/run" for run in range(runs)), steps, in_flight)
+        before, started = size_bytes(args.folder), time.perf_counter()
+        ask(port, "POST", (f"/work/run-{run}/run" for run in range(args.runs)), args.steps, args.in_flight)
         seconds = time.perf_counter() - started
-        grown, peak = size_bytes(folder) - before, peak_kb("self") + peak_kb(server)
+        grown, peak = size_bytes(args.folder) - before, world.peak_kb() + world.peak_kb(server)
     return {"seconds": seconds, "bytes": grown, "rss_kb": peak, "first_s": first_s}
 
 
-def recover(folder: Path, *, runs: int, steps: int, again: bool) -> dict[str, float]:
+def recover(args: argparse.Namespace) -> dict[str, float]:
     """Be killed, together with the server, after half of the steps; `again`: finish the other half."""
-    half = 0 if again else runs * steps // 2
+    half = 0 if args.again else args.runs * args.steps // 2
 
     async def step(run: str, number: int) -> str:
-        world.count_step(folder, run, number, kill_after=half)
+        world.count_step(args.folder, run, number, kill_after=half)
         return world.PAYLOAD
 
-    with engine(folder, work(step, None if again else asyncio.Barrier(runs))) as (port, _):
-        if not again:
-            ask(port, "POST", (f"/work/run-{run}/run/send" for run in range(runs)), steps, in_flight=16)
+    with engine(args.folder, work(step, None if args.again else asyncio.Barrier(args.runs))) as (port, _):
+        if not args.again:
+            ask(port, "POST", (f"/work/run-{run}/run/send" for run in range(args.runs)), args.steps, in_flight=16)
             signal.pause()
-        ask(port, "GET", (f"/restate/workflow/work/run-{run}/attach" for run in range(runs)), in_flight=16)
-        return {"seconds": world.age_s(), **world.counted(folder)}
+        ask(port, "GET", (f"/restate/workflow/work/run-{run}/attach" for run in range(args.runs)), in_flight=16)
+        return {"seconds": world.age_s(), **world.counted(args.folder)}
 
 
-def effect(folder: Path, path: Path, *, op: str, variant: str, accident: str, times: int) -> dict[str, str]:
+def effect(args: argparse.Namespace) -> dict[str, object]:
     """One workflow with one effect; submitting it a second time attaches to the first."""
 
     def step(run: str, number: int) -> str:
-        return world.effect(path, run, variant, accident, times)
+        return world.effect(args.world, run, args.variant, args.accident, args.times)
 
     patience = {"inactivity_timeout": timedelta(seconds=5), "abort_timeout": timedelta(seconds=5)}
-    with engine(folder, work(step, **patience)) as (port, _), connect(port) as connection:
-        submitted = call(connection, "POST", f"/work/{op}/run/send", 1)[1]["status"]
+    with engine(args.folder, work(step, **patience)) as (port, _), connect(port) as connection:
+        submitted = call(connection, "POST", f"/work/{args.op}/run/send", 1)[1]["status"]
         try:
-            status, answer = call(connection, "GET", f"/restate/workflow/work/{op}/attach")
+            status, answer = call(connection, "GET", f"/restate/workflow/work/{args.op}/attach")
         except TimeoutError:
-            return {"verdict": "unknown", "detail": f"{submitted}, and no answer after 600 s"}
-    return {"verdict": "success" if status == 200 else "failed", "detail": f"{submitted}, HTTP {status}, {answer}"}
+            return world.verdict("unknown", f"{submitted}, and no answer after 600 s")
+    return world.verdict("success" if status == 200 else "failed", f"{submitted}, HTTP {status}, {answer}")
 
 
 def main() -> None:
     """Run one command and print its answer."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(required=True)
-    for command in (steps, recover, effect):
-        one = commands.add_parser(command.__name__)
-        one.set_defaults(command=command)
-        one.add_argument("folder", type=Path)
-        if command is effect:
-            one.add_argument("path", type=Path, metavar="world")
-            one.add_argument("--op", required=True)
-            one.add_argument("--variant", choices=["plain", "keyed"], default="plain")
-            one.add_argument("--accident", default="none")
-            one.add_argument("--times", type=int, default=0)
-        else:
-            one.add_argument("--runs", type=int, required=True)
-            one.add_argument("--steps", type=int, required=True)
-    commands.choices["steps"].add_argument("--in-flight", type=int, default=1)
-    commands.choices["steps"].add_argument("--setting", choices=["default"], default="default")
-    commands.choices["recover"].add_argument("--again", action="store_true")
-    options = vars(parser.parse_args())
-    sys.stdout.write(json.dumps(options.pop("command")(**options)) + "\n")
+    parser = world.parser(__doc__, "steps", "recover", "effect")
+    args = parser.parse_args()
+    world.tell({"steps": steps, "recover": recover, "effect": effect}[args.command](args))
 
 
 if __name__ == "__main__":

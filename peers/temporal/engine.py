@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import time
@@ -35,7 +34,7 @@ from temporalio.worker import Worker
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import world
-from local_server import engine, peak_kb, size_bytes
+from local_server import engine
 from work import Work
 
 QUEUE = "work"
@@ -53,91 +52,74 @@ def worker(client: Client, step: Callable[..., Any]) -> Worker:
     )
 
 
-async def steps(folder: Path, *, runs: int, steps: int, in_flight: int, setting: str) -> dict[str, float]:
+async def steps(args: argparse.Namespace) -> dict[str, float]:
     """Time workflows of no-op steps."""
-    places = asyncio.Semaphore(in_flight)
+    places = asyncio.Semaphore(args.in_flight)
 
     async def step(run: str, number: int) -> str:
         return world.PAYLOAD
 
-    async with engine(folder, setting) as (client, server), worker(client, step):
+    async with engine(args.folder, args.setting) as (client, server), worker(client, step):
 
         async def complete(run: str) -> None:
             async with places:
-                await client.execute_workflow(Work.run, steps, id=run, task_queue=QUEUE)
+                await client.execute_workflow(Work.run, args.steps, id=run, task_queue=QUEUE)
 
         await complete("warm-up")
         first_s = world.age_s()
-        before, started = size_bytes(folder), time.perf_counter()
-        await asyncio.gather(*(complete(f"run-{run}") for run in range(runs)))
+        before, started = world.stored_bytes(args.folder / "temporal.db"), time.perf_counter()
+        await asyncio.gather(*(complete(f"run-{run}") for run in range(args.runs)))
         seconds = time.perf_counter() - started
-        grown, peak = size_bytes(folder) - before, peak_kb("self") + peak_kb(server)
+        grown, peak = world.stored_bytes(args.folder / "temporal.db") - before, world.peak_kb() + world.peak_kb(server)
     return {"seconds": seconds, "bytes": grown, "rss_kb": peak, "first_s": first_s}
 
 
-async def recover(folder: Path, *, runs: int, steps: int, again: bool, setting: str) -> dict[str, float]:
+async def recover(args: argparse.Namespace) -> dict[str, float]:
     """Be killed, together with the server, after half of the steps; `again`: finish the other half."""
-    half = 0 if again else runs * steps // 2
+    half = 0 if args.again else args.runs * args.steps // 2
 
     async def step(run: str, number: int) -> str:
-        world.count_step(folder, run, number, kill_after=half)
+        world.count_step(args.folder, run, number, kill_after=half)
         return world.PAYLOAD
 
-    async with engine(folder, setting) as (client, _):
-        if not again:
-            for run in range(runs):  # all of them are started before there is a worker
-                await client.start_workflow(Work.run, steps, id=f"run-{run}", task_queue=QUEUE)
+    async with engine(args.folder, args.setting) as (client, _):
+        if not args.again:
+            for run in range(args.runs):  # all of them are started before there is a worker
+                await client.start_workflow(Work.run, args.steps, id=f"run-{run}", task_queue=QUEUE)
         async with worker(client, step):
-            await asyncio.gather(*(client.get_workflow_handle(f"run-{run}").result() for run in range(runs)))
-            return {"seconds": world.age_s(), **world.counted(folder)}
+            await asyncio.gather(*(client.get_workflow_handle(f"run-{run}").result() for run in range(args.runs)))
+            return {"seconds": world.age_s(), **world.counted(args.folder)}
 
 
-async def effect(
-    folder: Path, path: Path, *, op: str, variant: str, accident: str, times: int, setting: str
-) -> dict[str, str]:
+async def effect(args: argparse.Namespace) -> dict[str, object]:
     """One workflow with one effect; starting it a second time attaches to the first."""
 
     def step(run: str, number: int) -> str:
-        return world.effect(path, run, variant, accident, times)
+        return world.effect(args.world, run, args.variant, args.accident, args.times)
 
-    async with engine(folder, setting) as (client, _), worker(client, step):
+    async with engine(args.folder, args.setting) as (client, _), worker(client, step):
         with suppress(WorkflowAlreadyStartedError):
             once = WorkflowIDReusePolicy.REJECT_DUPLICATE
-            await client.start_workflow(Work.run, 1, id=op, task_queue=QUEUE, id_reuse_policy=once)
-        handle = client.get_workflow_handle(op)
+            await client.start_workflow(Work.run, 1, id=args.op, task_queue=QUEUE, id_reuse_policy=once)
+        handle = client.get_workflow_handle(args.op)
         try:
             await handle.result()
         except WorkflowFailureError as error:
-            return {"verdict": "failed", "detail": repr(error.cause)}
+            return world.verdict("failed", repr(error.cause))
         status = (await handle.describe()).status
-    return {"verdict": "success", "detail": f"workflow status {status.name if status else None}"}
+    return world.verdict("success", f"workflow status {status.name if status else None}")
 
 
 def main() -> None:
     """Run one command and print its answer."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(required=True)
-    for command in (steps, recover, effect):
-        one = commands.add_parser(command.__name__)
-        one.set_defaults(command=command)
-        one.add_argument("folder", type=Path)
-        one.add_argument("--setting", choices=["stock", "tuned"], default="stock")
-        if command is effect:
-            one.add_argument("path", type=Path, metavar="world")
-            one.add_argument("--op", required=True)
-            one.add_argument("--variant", choices=["plain", "keyed"], default="plain")
-            one.add_argument("--accident", default="none")
-            one.add_argument("--times", type=int, default=0)
-        else:
-            one.add_argument("--runs", type=int, required=True)
-            one.add_argument("--steps", type=int, required=True)
-    commands.choices["steps"].add_argument("--in-flight", type=int, default=1)
-    commands.choices["recover"].add_argument("--again", action="store_true")
-    options = vars(parser.parse_args())
+    parser = world.parser(__doc__, "steps", "recover", "effect")
+    parser.add_argument("--setting", choices=["stock", "tuned"], default="stock")
+    args = parser.parse_args()
     stdout = os.dup(1)
     os.dup2(2, 1)  # the SDK logs to standard output
-    answer = asyncio.run(options.pop("command")(**options))
-    os.write(stdout, json.dumps(answer).encode() + b"\n")
+    answer = asyncio.run({"steps": steps, "recover": recover, "effect": effect}[args.command](args))
+    os.dup2(stdout, 1)
+    world.tell(answer)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ import asyncio
 import fcntl
 import os
 import socket
-import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from temporalio.client import Client
@@ -74,16 +73,3 @@ async def answering(port: str) -> Client | None:
     except RuntimeError:
         await asyncio.sleep(0.01)
         return None
-
-
-def size_bytes(folder: Path) -> int:
-    """The size of the server's file, when what a write-ahead log holds has been copied into it."""
-    file = folder / "temporal.db"
-    with closing(sqlite3.connect(file)) as connection:
-        connection.execute("pragma wal_checkpoint(passive)")
-    return file.stat().st_size
-
-
-def peak_kb(pid: int | str) -> int:
-    """The most memory that a process has held."""
-    return int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0])
