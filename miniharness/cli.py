@@ -23,7 +23,7 @@ import miniharness
 from miniharness.contract import text_fault
 from miniharness.database import inspect
 from miniharness.errors import ENDED_BADLY, NEEDS_A_PERSON, HarnessError, IllegalMove, UsageError
-from miniharness.machine import FINAL, Event, EventType, Run, State
+from miniharness.machine import FINAL, Event, EventType, State
 from miniharness.report import next_command, report, summary
 from miniharness.runs import Runs
 
@@ -36,6 +36,13 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 PERSON = "needs a person"
+CONCERNS = {
+    "ask_operator": PERSON,
+    "settle": PERSON,
+    "execute": "waits for a permit",
+    "resume": "stopped early; nobody drives it",
+}
+"""What `doctor` says of a run that nobody drives, by its next action."""
 
 
 class Verdict(StrEnum):
@@ -208,13 +215,15 @@ def doctor(ctx: typer.Context) -> None:
     if damaged:
         print("next: keep the damaged files as they are, and restore a backup")
         raise typer.Exit(ENDED_BADLY)
-    table = _table("run", "state", "what", "next")
-    waiting = 0
+    table = _table("run", "state", "what", "reason", "next")
+    waiting = False
     with _journal(ctx) as journal:
         for run in journal.all():
-            if what := _concern(journal, run):
-                table.add_row(run.id, run.state, what, next_command(run, journal.folder)["command"])
-                waiting += what.startswith(PERSON)
+            if run.state in FINAL or journal.driven_elsewhere(run):
+                continue
+            following = next_command(run, journal.folder)
+            table.add_row(run.id, run.state, CONCERNS[following["action"]], run.reason, following["command"])
+            waiting |= CONCERNS[following["action"]] == PERSON
     if table.row_count:
         _print(table)
     else:
@@ -233,15 +242,6 @@ def _examine(folder: Path) -> bool:
     return damaged
 
 
-def _concern(journal: Runs, run: Run) -> str | None:
-    if run.state in FINAL or journal.driven_elsewhere(run):
-        return None
-    action = next_command(run, journal.folder)["action"]
-    if action in ("ask_operator", "settle"):
-        return f"{PERSON}: {run.reason}"
-    return "waits for a permit" if action == "execute" else "stopped early; nobody drives it"
-
-
 UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
@@ -249,8 +249,8 @@ UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 def prune(ctx: typer.Context, older_than: Annotated[str, typer.Option(metavar="AGE", help="like 30d, 12h")]) -> None:
     """Remove the history of runs that ended that long ago; their verdict and the chain's head stay."""
     number, unit = older_than[:-1], older_than[-1:]
-    if unit not in UNITS_S or not number.isascii() or not number.isdecimal():
-        raise UsageError(f"--older-than {older_than!a} must be a whole number and d, h, m or s, like 30d")
+    if unit not in UNITS_S or not number.isascii() or not number.isdecimal() or len(number) > 6:
+        raise UsageError(f"--older-than {older_than!a} must be a number of up to 6 digits and d, h, m or s, like 30d")
     with _journal(ctx) as journal:
         pruned = journal.prune(time.time() - int(number) * UNITS_S[unit])
     print(f"{pruned} runs were pruned; `runs` still lists them with their verdict")

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from miniharness import errors
-from miniharness.contract import canonical
 from miniharness.errors import ENDED_BADLY, NEEDS_A_PERSON, OK, HarnessError, Interrupted, RunBusy, StoreError
 from miniharness.machine import CERTAIN, FINAL, Event, EventType, Run, State
-from miniharness.runs import Recorded, Runs
+from miniharness.runs import Recorded, Runs, chain_faults
 
 EXIT_CODES = {State.RECONCILE_REQUIRED: NEEDS_A_PERSON, State.FAILED: ENDED_BADLY, State.CANCELLED: ENDED_BADLY}
 
@@ -28,8 +27,8 @@ def report(runs: Runs, run_id: str, error: HarnessError | None = None, *, permit
     if run is None:
         return nothing(run_id, "there is no such run yet", error)
     events = runs.events(run_id)
-    if not run.pruned:
-        _check_history(run, events)
+    if not run.pruned and (faults := chain_faults(run, events)):  # not to be told as if it were true
+        raise StoreError(f"run {run_id}: {faults[0]}; keep the file and restore a backup")
     budget, noun = run.contract.budget, run.contract.tool.resource
     busy = isinstance(error, RunBusy) or runs.driven_elsewhere(run)
     return {
@@ -49,18 +48,6 @@ def report(runs: Runs, run_id: str, error: HarnessError | None = None, *, permit
         "next": next_command(run, runs.folder, busy=busy, permit=permit),
         "interrupted": _interrupted(error),
     }
-
-
-def _check_history(run: Run, events: Sequence[Recorded]) -> None:
-    """A history that is not the one that was written is damage, and not to be told as if it were true."""
-    head = ""
-    for event in events:
-        if event.chained(run.id, head, canonical(event.detail)) != event.digest:
-            raise StoreError(f"run {run.id}: event {event.seq} was altered; keep the file and restore a backup")
-        head = event.digest
-    if head != run.head:
-        missing = run.version - len(events)
-        raise StoreError(f"run {run.id}: {missing} events are missing; keep the file and restore a backup")
 
 
 def nothing(run_id: str, reason: str, error: HarnessError | None) -> dict[str, Any]:

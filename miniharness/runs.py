@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -19,7 +19,7 @@ from miniharness import owner
 from miniharness.check import differences
 from miniharness.contract import Contract, canonical, check_identifier, digest
 from miniharness.database import Database
-from miniharness.errors import ContractMismatch, Fenced, IllegalMove, RunBusy, StoreError, UsageError
+from miniharness.errors import ContractMismatch, Fenced, HarnessError, RunBusy, StoreError, UsageError
 from miniharness.machine import FINAL, Event, EventType, Outcome, Run, State, allows, evolve, opened
 
 PRUNED_AT_ONCE = 500  # so that writers wait for milliseconds only
@@ -179,7 +179,7 @@ class Runs:
     def _readable(self, run_id: str) -> Iterator[None]:
         try:
             yield
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, UsageError) as error:
             said = f"{self._db.path}: what is stored of run {run_id} is damaged; keep the file and restore a backup"
             raise StoreError(f"{said} ({type(error).__name__})") from error
 
@@ -367,24 +367,36 @@ class Runs:
 
     def replay(self, run_id: str) -> list[str]:
         """Fold the history again and compare it with the row; returns every fault found, none when they agree."""
-        run, faults, head = self.require(run_id), [], ""
+        run, events = self.require(run_id), self.events(run_id)
         if run.pruned:
             return []  # nothing is left that could disagree
+        if not events:
+            return ["there are no events"]
+        faults = chain_faults(run, events)
         folded: Run | None = None
-        for number, event in enumerate(self.events(run_id), start=1):
-            if event.seq != number:
-                return [f"event {number} is missing"]
-            if event.digest != event.chained(run_id, head, canonical(event.detail)):
-                faults.append(f"event {event.seq} ({event.type}) was altered: its digest does not match")
-            head = event.digest
+        for event in events:
             try:
                 folded = _fold(folded, run_id, event)
-            except (IllegalMove, KeyError, ValueError) as error:
+            except (HarnessError, KeyError, TypeError, ValueError) as error:
                 return [*faults, f"event {event.seq} ({event.type}) cannot be replayed: {error}"]
-        if folded is None:
-            return ["there are no events"]
-        row, again = _to_row(run), _to_row(folded.but(head=head))
+        assert folded
+        row, again = _to_row(run), _to_row(folded.but(head=events[-1].digest))
         return faults + [f"column {c} is {row[c]!r}, the history gives {again[c]!r}" for c in row if row[c] != again[c]]
+
+
+def chain_faults(run: Run, events: Sequence[Recorded]) -> list[str]:
+    """What shows that `events` are not the history that was written for `run`; nothing when they are."""
+    faults: list[str] = []
+    head = ""
+    for number, event in enumerate(events, start=1):
+        if event.seq != number:
+            return [*faults, f"event {number} is missing"]
+        if event.digest != event.chained(run.id, head, canonical(event.detail)):
+            faults.append(f"event {number} ({event.type}) was altered: its digest does not match")
+        head = event.digest
+    if len(events) < run.version:
+        return [*faults, f"{run.version - len(events)} events are missing"]
+    return faults if head == run.head else [*faults, "the row has another head than the history"]
 
 
 def _busy(run_id: str, owner_name: str) -> RunBusy:

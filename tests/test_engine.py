@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -252,3 +253,32 @@ def test_a_report_without_its_whole_history_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="1 events are missing"):
         report(runs, "r")
     runs.close()
+
+
+async def test_a_stored_contract_that_breaks_its_own_rules_is_damage(tmp_path: Path) -> None:
+    """What no command could have written is not told as a wrong command, nor as a traceback."""
+    runs = Runs(tmp_path)
+    await runs.open("r", contract())
+    with sqlite3.connect(tmp_path / "runs.sqlite") as file:
+        file.execute("update runs set contract = replace(contract, '\"dispatches\":3', '\"dispatches\":0')")
+    file.close()
+    with pytest.raises(StoreError, match="damaged"):
+        runs.get("r")
+    runs.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["update events set detail = '{}' where seq = 2", "update runs set head = 'x'", "delete from events where seq = 2"],
+)
+async def test_a_history_that_was_not_written_so_is_never_told(runs: Runs, change: str) -> None:
+    """The report checks the chain that it tells; the same fault is what `replay` finds."""
+    run = await runs.open("r", contract())
+    for _ in range(2):
+        run = await runs.record(run, Event(EventType.CONNECTED, {"server": "s"}))
+    with sqlite3.connect(runs.folder / "runs.sqlite") as file:
+        file.execute(change)
+    file.close()
+    (fault, *_) = runs.replay(run.id)
+    with pytest.raises(StoreError, match=re.escape(fault)):
+        report(runs, run.id)
