@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from miniharness.contract import canonical
 from miniharness.errors import OutcomeUnknown, ToolUnavailable
 from miniharness.mcp.child import Child
 from miniharness.mcp.wire import CURRENT, Limits, Request
@@ -135,13 +136,13 @@ class Session:
         from mcp import types
 
         assert self._client is not None, "connect() comes first"
+        try:
+            canonical([arguments, meta]).encode()
+        except ValueError as error:  # over HTTP it would end the whole session
+            raise CallFailed(f"{name}: the request holds text that is not Unicode", sent=False) from error
         params = types.CallToolRequestParams.model_validate(
             {"name": name, "arguments": dict(arguments), "_meta": dict(meta)}
         )
-        try:
-            params.model_dump_json()
-        except ValueError as error:  # over HTTP it would end the whole session
-            raise CallFailed(f"{name}: the request holds text that is not Unicode", sent=False) from error
         request, limit_s = Request(), self._limits.read_s
         token = CURRENT.set(request)
         try:
