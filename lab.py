@@ -319,7 +319,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--fault", choices=faults.POINTS, help="die at this point, to see the recovery")
     add(
         "--batch",
-        type=argparse.FileType(encoding="utf-8", errors="surrogateescape"),
+        type=argparse.FileType(encoding="utf-8-sig", errors="surrogateescape"),
         metavar="FILE",
         help='many runs: a line {"run", "source", "title"} each; - is stdin',
     )
@@ -401,18 +401,27 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     args = _parser().parse_args(argv)
-    if args.batch:
-        return _main_of_batch(args)
-    error: HarnessError | None = None
     try:
-        result = _result(args)
-    except HarnessError as stopped:
-        error, result = stopped, _as_stored(args, stopped)
+        return _run(_batch(args)) if args.batch else _one(args)
+    except HarnessError as error:  # of a batch
+        print(f"lab.py: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # nobody reads on
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left to flush goes there
+        return TRY_AGAIN
     except Exception:
         import traceback
 
         traceback.print_exc()  # a bug of ours; what is on disk is as true as before
         return INTERNAL
+
+
+def _one(args: argparse.Namespace) -> int:
+    error: HarnessError | None = None
+    try:
+        result = _result(args)
+    except HarnessError as stopped:
+        error, result = stopped, _as_stored(args, stopped)
     if error and result["interrupted"]:
         print(f"lab.py: {error}", file=sys.stderr)
     if args.json:
@@ -431,17 +440,6 @@ def _as_stored(args: argparse.Namespace, error: HarnessError) -> dict[str, Any]:
         return nothing(args.run or RUN, "nothing could be read", error)
 
 
-def _main_of_batch(args: argparse.Namespace) -> int:
-    try:
-        return _run(_batch(args))
-    except HarnessError as error:
-        print(f"lab.py: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # nobody reads on
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left to flush goes there
-        return TRY_AGAIN
-
-
 async def _batch(args: argparse.Namespace) -> int:
     import asyncio
 
@@ -454,8 +452,8 @@ async def _batch(args: argparse.Namespace) -> int:
     how = {"execute_write": args.execute, "concurrency": args.concurrency, "servers": args.servers}
     stop = asyncio.Event()
     received = _listen(stop.set)
-    with args.batch as file:
-        code = await tell(execute_many(args.state_dir, lines(file), stop=stop, **how, **asked), file, args.json)
+    goals = lines(args.batch)
+    code = await tell(execute_many(args.state_dir, goals, stop=stop, **how, **asked), args.batch, args.json)
     if received:
         print(f"interrupted by {received[0]}; the same command goes on from here", file=sys.stderr)
     return TRY_AGAIN if received else code

@@ -22,6 +22,7 @@ from miniharness.errors import (
     OK,
     TRY_AGAIN,
     USAGE,
+    ContractMismatch,
     HarnessError,
     Interrupted,
     ToolUnavailable,
@@ -90,7 +91,7 @@ class Batch:
                 self._under_way.pop(run_id).set()
         except PoolExhausted:
             raise
-        except UsageError as error:
+        except (UsageError, ContractMismatch) as error:
             return nothing(run_id, "not opened", error)
         except HarnessError as error:
             return report(self._runs, run_id, error, permit=permit)
@@ -108,7 +109,7 @@ class Batch:
             try:
                 await drive(self._runs, opened, Ports(self._model(contract), tool, stop), permit)
             except ToolUnavailable:  # if its server died, the run goes on with the next one: it looks up first
-                if servers == SERVERS_FOR_A_RUN or not tool.session.dead:
+                if servers == SERVERS_FOR_A_RUN or not await tool.session.dies():
                     raise
             else:
                 self._pool.praise(tool)
@@ -138,9 +139,11 @@ async def in_flight(
     more = True
     try:
         while running or (more and not stop.is_set()):
-            if more and not stop.is_set() and coming is None and len(running) < limit:
-                coming = asyncio.ensure_future(anext(items))
-            waiting: set[asyncio.Future[Any]] = {*running, *({coming, stopping} if coming else ())}
+            waiting: set[asyncio.Future[Any]] = {*running}
+            if more and not stop.is_set():
+                if coming is None and len(running) < limit:
+                    coming = asyncio.ensure_future(anext(items))
+                waiting |= {coming, stopping} if coming else set()
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if coming in done:
                 try:
@@ -162,13 +165,12 @@ async def in_flight(
 
 
 async def lines(file: IO[str]) -> AsyncIterator[str]:
-    """The lines of a file; one that can be slow, a pipe or a terminal, holds nobody up."""
-    if file.seekable():
-        for line in iter(file.readline, ""):
-            yield line
-    else:
-        while line := await in_a_thread(file.readline):
-            yield line
+    """The lines of a file; one that can be slow, a pipe or a terminal, holds nobody up.
+
+    It is not closed: a reader that waits for the next line holds its lock.
+    """
+    while line := file.readline() if file.seekable() else await in_a_thread(file.readline):
+        yield line
 
 
 async def tell(results: AsyncIterator[dict[str, Any]], file: Any, as_json: bool) -> int:
@@ -179,9 +181,10 @@ async def tell(results: AsyncIterator[dict[str, Any]], file: Any, as_json: bool)
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    size, read = (None, lambda: 0) if file is sys.stdin else (os.fstat(file.fileno()).st_size, file.buffer.tell)
+    size, read = (os.fstat(file.fileno()).st_size, file.buffer.tell) if file.seekable() else (None, lambda: 0)
     console = Console(stderr=True)
     counts: Counter[str] = Counter()
+    following: dict[str, str] = {}
     codes: set[int] = set()
     began = told_at = time.monotonic()
     columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
@@ -192,6 +195,8 @@ async def tell(results: AsyncIterator[dict[str, Any]], file: Any, as_json: bool)
                 _tell_one(result, as_json)
                 codes.add(exit_code(result))
                 counts[_heading(result)] += 1
+                if result["next"] and result["next"]["action"] != "none":
+                    following.setdefault(_heading(result), result["next"]["command"])
                 now = time.monotonic()
                 rate = f"{counts.total()} done, {counts.total() / (now - began):.0f}/s"
                 bar.update(task, completed=read(), description=rate)
@@ -199,7 +204,7 @@ async def tell(results: AsyncIterator[dict[str, Any]], file: Any, as_json: bool)
                     told_at = now
                     console.print(rate)
     finally:
-        print(_table(counts, time.monotonic() - began), file=sys.stderr if as_json else sys.stdout)
+        print(_table(counts, following, time.monotonic() - began), file=sys.stderr if as_json else sys.stdout)
     return ENDED_BADLY if codes & {ENDED_BADLY, USAGE} else max(codes & {NEEDS_A_PERSON, TRY_AGAIN}, default=OK)
 
 
@@ -215,7 +220,9 @@ def _heading(result: Mapping[str, Any]) -> str:
     return f"{result['state'] or 'refused'}{', stopped early' if result['interrupted'] and result['state'] else ''}"
 
 
-def _table(counts: Counter[str], took_s: float) -> str:
+def _table(counts: Counter[str], following: Mapping[str, str], took_s: float) -> str:
+    """The counts, and for those who can go on the next command of one of them."""
     rows = [f"{heading:<34} {number:>9}" for heading, number in sorted(counts.items())]
-    total = counts.total()
-    return "\n".join([*rows, f"{'all':<34} {total:>9}   in {took_s:.1f} s, {total / max(took_s, 1e-9):.0f}/s"])
+    rows += [f"  next for one that is {heading}: {command}" for heading, command in following.items()]
+    rows.append(f"{'all':<34} {counts.total():>9}   in {took_s:.1f} s, {counts.total() / max(took_s, 1e-9):.0f}/s")
+    return "\n".join(rows)

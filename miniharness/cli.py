@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -22,7 +23,7 @@ from rich.table import Table
 import miniharness
 from miniharness.contract import text_fault
 from miniharness.database import inspect
-from miniharness.errors import ENDED_BADLY, NEEDS_A_PERSON, HarnessError, IllegalMove, UsageError
+from miniharness.errors import ENDED_BADLY, INTERNAL, NEEDS_A_PERSON, HarnessError, IllegalMove, UsageError
 from miniharness.machine import FINAL, Event, EventType, State
 from miniharness.report import next_command, report, summary
 from miniharness.runs import Runs
@@ -59,6 +60,9 @@ def main() -> None:
     except HarnessError as error:
         print(f"miniharness: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except Exception:
+        traceback.print_exc()  # a bug of ours
+        sys.exit(INTERNAL)
 
 
 def _folder_first(argv: list[str]) -> list[str]:
@@ -247,7 +251,10 @@ UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 @app.command()
 def prune(ctx: typer.Context, older_than: Annotated[str, typer.Option(metavar="AGE", help="like 30d, 12h")]) -> None:
-    """Remove the history of runs that ended that long ago; their verdict and the chain's head stay."""
+    """Remove the history of runs that ended that long ago; their verdict and the chain's head stay.
+
+    One that a person settled while its write may still land keeps its history.
+    """
     number, unit = older_than[:-1], older_than[-1:]
     if unit not in UNITS_S or not number.isascii() or not number.isdecimal() or len(number) > 6:
         raise UsageError(f"--older-than {older_than!a} must be a number of up to 6 digits and d, h, m or s, like 30d")

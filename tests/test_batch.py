@@ -98,6 +98,24 @@ async def test_once_stopped_nothing_is_taken_and_what_is_under_way_ends() -> Non
     assert len(begun) <= 5
 
 
+async def test_a_stop_while_a_slow_pipe_is_read_lets_the_others_end() -> None:
+    """The next item never comes and one is under way: it ends in its own time, and nobody spins or waits for ever."""
+    stop, go_on = asyncio.Event(), asyncio.Event()
+
+    async def items() -> AsyncIterator[int]:
+        yield 1
+        await asyncio.Event().wait()
+
+    async def work(number: int) -> int:
+        stop.set()
+        await go_on.wait()
+        return number
+
+    asyncio.get_running_loop().call_later(0.05, go_on.set)
+    async with asyncio.timeout(5):
+        assert [result async for result in batch.in_flight(items(), work, 4, stop)] == [1]
+
+
 async def test_a_slow_pipe_keeps_no_result_back() -> None:
     """A result is told while the next line has not come yet."""
     reading, writing = os.pipe()
@@ -240,7 +258,7 @@ def test_bad_lines_are_told_and_the_others_go_on(lab: Lab) -> None:
     assert [told[line]["state"] for line in (1, 2, 3, 6)] == ["succeeded"] * 4
     errors = {line: (told[line]["interrupted"] or {}).get("error") for line in told}
     assert {errors[line] for line in (4, 8)} == {"UsageError"}
-    assert errors[7] == "ContractMismatch"
+    assert (errors[7], told[7]["state"]) == ("ContractMismatch", None)
     assert "line 4: UsageError" in ended.stderr
     balanced(lab, 3)
 
@@ -251,6 +269,7 @@ def test_without_a_permit_a_batch_waits_and_goes_on_with_one(lab: Lab) -> None:
     path = written(lab, 10)
     waiting = lab.run("--batch", str(path))
     assert (waiting.returncode, "waiting_execution" in waiting.stdout, lab.tickets()) == (0, True, [])
+    assert "next for one that is waiting_execution: python lab.py" in waiting.stdout
     assert lab.run("--batch", str(path), "--execute", "--servers", "2").returncode == 0
     balanced(lab, 10)
 
@@ -300,6 +319,27 @@ def test_a_signal_lets_the_runs_in_flight_come_to_a_safe_point(lab: Lab) -> None
     balanced(lab, 200)
     with closing(Runs(lab.state_dir)) as runs:
         assert {run.dispatches_spent for run in runs.all()} == {1}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_ends_a_batch_that_waits_for_a_pipe(lab: Lab, tmp_path: Path, number: signal.Signals) -> None:
+    """What was read is done and told, and nobody waits for a line that does not come."""
+    fifo = tmp_path / "pipe"
+    os.mkfifo(fifo)
+    process = lab.start("--batch", str(fifo), "--execute")
+    with fifo.open("w", buffering=1) as source:
+        for goal in goals(3):
+            source.write(json.dumps(goal) + "\n")
+        give_up = time.monotonic() + 30
+        while len(lab.tickets()) < 3 and time.monotonic() < give_up:
+            time.sleep(0.02)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=10)
+    assert (process.returncode, f"interrupted by {number.name}" in err) == (75, True), err
+    assert "all " in out
+    assert lab.run("--batch", str(written(lab, 3)), "--execute").returncode == 0
+    balanced(lab, 3)
 
 
 @pytest.mark.process

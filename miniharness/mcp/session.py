@@ -70,6 +70,14 @@ class Session:
         """Whether the server, our own child, has ended."""
         return self._child is not None and self._child.died.is_set()
 
+    async def dies(self) -> bool:
+        """Whether the server, our own child, has ended or is just ending: a closed pipe is noticed a moment earlier."""
+        if self._child:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DEATH_S):
+                    await self._child.died.wait()
+        return self.dead
+
     async def died(self) -> str:
         """Wait for the end of the server, our own child, and return how it ended."""
         await (self._child.died if self._child else asyncio.Event()).wait()
@@ -151,7 +159,8 @@ class Session:
                     types.CallToolRequest(params=params), types.CallToolResult, request_read_timeout_seconds=limit_s
                 )
         except Exception as error:  # whatever it was: the effect may be there
-            await self._see_death()
+            if self._child and self._child.output.at_eof():
+                await self.dies()  # it is the better reason
             raise CallFailed(f"{name}: {request.fault or self._tell(error)}", sent=request.sent) from error
         finally:
             CURRENT.reset(token)
@@ -166,13 +175,6 @@ class Session:
             raise CallFailed(
                 f"{name}: the answer breaks its schema ({error.error_count()} faults)", sent=True
             ) from error
-
-    async def _see_death(self) -> None:
-        """A closed pipe is noticed a moment before the death that closed it; wait for the better reason."""
-        if self._child and self._child.output.at_eof():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(DEATH_S):
-                    await self._child.died.wait()
 
     def _tell(self, error: BaseException) -> str:
         """The innermost reason, in words that name no content."""
