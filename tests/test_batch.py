@@ -98,9 +98,11 @@ async def test_once_stopped_nothing_is_taken_and_what_is_under_way_ends() -> Non
     assert len(begun) <= 5
 
 
-async def test_a_stop_while_a_slow_pipe_is_read_lets_the_others_end() -> None:
+async def test_a_stop_while_a_slow_pipe_is_read_lets_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next item never comes and one is under way: it ends in its own time, and nobody spins or waits for ever."""
     stop, go_on = asyncio.Event(), asyncio.Event()
+    waits, wait = [], asyncio.wait
+    monkeypatch.setattr(asyncio, "wait", lambda *args, **how: (waits.append(args), wait(*args, **how))[1])
 
     async def items() -> AsyncIterator[int]:
         yield 1
@@ -114,6 +116,7 @@ async def test_a_stop_while_a_slow_pipe_is_read_lets_the_others_end() -> None:
     asyncio.get_running_loop().call_later(0.05, go_on.set)
     async with asyncio.timeout(5):
         assert [result async for result in batch.in_flight(items(), work, 4, stop)] == [1]
+    assert len(waits) < 10
 
 
 async def test_a_slow_pipe_keeps_no_result_back() -> None:
