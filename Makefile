@@ -9,7 +9,7 @@ MINUTES ?= 10
 .PHONY: demo test test-all lint lock bench proof soak clean
 
 demo: $(VENV)/.installed
-	rm -rf $(STATE)
+	test ! -e $(STATE) || mv $(STATE) $(STATE).$$(date +%s)
 	$(BIN)/python lab.py --state-dir $(STATE)
 	$(BIN)/python lab.py --state-dir $(STATE) --execute
 	@echo; echo "And now with a crash: the server dies after its commit, before its answer."
@@ -48,4 +48,4 @@ soak: $(VENV)/.installed
 	$(BIN)/python -m proofs.soak --minutes $(MINUTES)
 
 clean:
-	rm -rf $(VENV) $(STATE) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(STATE)* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
