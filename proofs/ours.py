@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from proofs.cases import Moments, drawn, measure, planned
-from proofs.process import LIBC
+from proofs.forking import LIBC
 from proofs.trial import Case, Result, Trial
 
 BATCH = 64

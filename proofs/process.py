@@ -6,21 +6,17 @@ first second of a fresh interpreter; the tests of the README and of the command 
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import ctypes
 import json
 import os
 import runpy
 import signal
 import sqlite3
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import anthropic  # noqa: F401  (imported here, once, for all the processes to come)
@@ -37,16 +33,15 @@ import miniharness.mcp.session
 import miniharness.mcp.stdio  # noqa: F401
 import server
 from miniharness import database
-from miniharness.mcp import child, keyed
+from miniharness.mcp import keyed
 from proofs import tool
 from proofs.accident import Accident, Holder, Notes, Watch
+from proofs.forking import die_with_parent, fork_servers
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 0.3  # for a file that another program holds; the product's own is 5 s
 LIMIT_S = 60.0
 DISPATCH = "-- dispatch"
-PR_SET_PDEATHSIG = 1
-LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,58 +71,14 @@ class Scene:
         os._exit(code)
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the one that forked it ends."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 # -- the server ------------------------------------------------------------------------------------------------------
 
 
-def _serve(scene: Scene, argv: Sequence[str], env: dict[str, str]) -> NoReturn:
-    """Be the server, in a process that was the engine a moment ago and shares nothing with it but the pipes."""
-    asyncio._set_running_loop(None)
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, lab.STOPS)
-    os.environ.clear()
-    os.environ.update(env)
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+def _serve(scene: Scene, argv: Sequence[str]) -> NoReturn:
+    """Be `server.py ARGV` in the world of the scene."""
     watch = scene.watch("server")
     tool.install(watch, scene.notes, scene.plain, scene.fault)
-    scene.end("server", watch, server.main(list(argv)))
-
-
-def _forking(scene: Scene) -> type[subprocess.Popen[bytes]]:
-    class Forking(subprocess.Popen[bytes]):
-        """`Popen` for the server's command, which forks and does not exec."""
-
-        def _execute_child(self, args: list[str], *rest: Any) -> None:
-            env, (reads, _, _, writes) = rest[5], rest[9:13]
-            ready, tell = os.pipe()
-            parent = os.getpid()
-            self.pid = os.fork()
-            if self.pid == 0:
-                os.setsid()
-                die_with_parent(parent)
-                os.write(tell, b"!")
-                os.dup2(reads, 0)
-                os.dup2(writes, 1)
-                kept = scene.notes.fd, *(scene.holder.pipes if scene.holder else ())
-                for fd in range(3, 256):
-                    if fd not in kept:
-                        os.closerange(fd, fd + 1)
-                contextvars.Context().run(_serve, scene, args[args.index("--db") :], env)
-            os.close(tell)
-            os.read(ready, 1)
-            for fd in (ready, reads, writes):
-                os.close(fd)
-            self._child_created = True
-
-    return Forking
+    scene.end("server", watch, server.main(list(argv[1:])))
 
 
 # -- the engine ------------------------------------------------------------------------------------------------------
@@ -144,9 +95,8 @@ def _drive(scene: Scene, argv: list[str]) -> NoReturn:
         except SystemExit as end:
             scene.end("operator", watch, int(end.code or 0))
         scene.end("operator", watch, 0)
-    child.subprocess = SimpleNamespace(  # type: ignore[assignment, attr-defined]
-        Popen=_forking(scene), PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
-    )
+    kept = scene.notes.fd, *(scene.holder.pipes if scene.holder else ())
+    fork_servers(partial(_serve, scene), kept)
     if scene.plain:
         lab.TOOL = replace(lab.TOOL, deduplicates=False)
     dispatch = keyed.KeyedTool.dispatch

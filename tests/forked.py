@@ -1,24 +1,24 @@
 """A command as a real process that starts at once: forked from one that has imported the SDKs already.
 
-It has its own process id, dies by real signals, and starts its server as always. What it does not show is the first
-second of a fresh interpreter; test_readme.py and test_cli.py do.
+It has its own process id, dies by real signals, and so does its server. What this does not show is the first second of
+fresh interpreters; test_readme.py, test_cli.py and test_provider.py do.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import runpy
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from proofs.forking import fork_servers, run_program
+
 ROOT = Path(__file__).resolve().parent.parent
 NURSERY = multiprocessing.get_context("forkserver")
-NURSERY.set_forkserver_preload(["mcp", "httpx2", "anthropic", "typer", "rich.table"])
+NURSERY.set_forkserver_preload(["mcp", "mcp.server", "httpx2", "uvicorn", "anthropic", "typer", "rich.table"])
 
 
 def _be(argv: Sequence[str], env: Mapping[str, str], parent: int, output: Mapping[int, int]) -> None:
@@ -28,12 +28,8 @@ def _be(argv: Sequence[str], env: Mapping[str, str], parent: int, output: Mappin
     os.environ.clear()
     os.environ.update(env)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if argv[0] == "-m":
-        sys.argv = list(argv[1:])
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(argv)
-        runpy.run_path(argv[0], run_name="__main__")
+    fork_servers()
+    run_program(argv)
 
 
 class Forked:

@@ -10,6 +10,8 @@ import re
 import select
 import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from typing import Any
 
 import pytest
 from conftest import GOAL, Lab, tickets
+from forked import ROOT
 from killed_at import PROGRAM, Killed, Watch, mortal
 
 from miniharness import faults
@@ -384,8 +387,10 @@ def test_processes_that_die_after_their_intent_stop_at_the_budget(lab: Lab) -> N
 @pytest.mark.process
 def test_a_killed_command_leaves_no_server_behind(lab: Lab) -> None:
     """The server dies with the command that started it, so no orphan writes while the next one looks."""
-    process = lab.start("--server", "hang@insert into tickets", "--execute", program=(PROGRAM,))
-    assert process.says("server: hang")
+    command = [sys.executable, PROGRAM, "--state-dir", str(lab.state_dir), "--server", "hang@insert into tickets"]
+    process = subprocess.Popen([*command, "--execute"], cwd=ROOT, stderr=subprocess.PIPE, text=True)  # as a user does
+    assert process.stderr
+    assert "server: hang" in process.stderr.readline()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 1
     server = os.pidfd_open(int(children[0]))
