@@ -9,21 +9,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import miniharness
 import model as model_side
-from miniharness import faults
+from miniharness import faults, signals
 from miniharness.contract import Budget, Contract, Tool, check_identifier
 from miniharness.errors import INTERNAL, TRY_AGAIN, ContractMismatch, HarnessError, Interrupted, UsageError
 from miniharness.machine import FINAL, Run, State
@@ -35,6 +34,7 @@ from miniharness.runs import Runs, refuse_other
 if TYPE_CHECKING:
     import asyncio
 
+    from miniharness.engine import Model
     from miniharness.mcp.keyed import Pair
     from miniharness.mcp.session import Session
 
@@ -44,8 +44,6 @@ OWN_SERVER = "stdio"
 TOOL = Tool(name="create_review_ticket", resource="ticket", server=OWN_SERVER, fences=True, deduplicates=True)
 COMMAND = "python lab.py"
 SERVER = Path(__file__).with_name("server.py")
-T = TypeVar("T")
-STOPS = {signal.SIGINT, signal.SIGTERM}
 
 
 def session_for(state_dir: Path, server: str = OWN_SERVER, fault: str | None = None) -> Session:
@@ -192,8 +190,8 @@ async def _drive(runs: Runs, run: Run, permit: bool, fault: str | None) -> None:
         await drive(runs, run, Ports(_model(run.contract), tool), permit)
 
 
-def _model(contract: Contract) -> Callable[[Mapping[str, Any]], Any]:
-    return partial(model_side.propose, provider=contract.provider, model=contract.model)
+def _model(contract: Contract) -> Model:
+    return partial(model_side.ask, provider=contract.provider, model=contract.model)
 
 
 def tools() -> Pair:
@@ -287,6 +285,10 @@ def _text(text: str) -> str:
     return text
 
 
+def _folder(text: str) -> Path:
+    return Path(_text(text))
+
+
 def _count(text: str) -> int:
     if text.isascii() and text.isdecimal() and 1 <= int(text) <= 1000:
         return int(text)
@@ -298,13 +300,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="lab.py", description="Create one review ticket, crash-recoverably.", allow_abbrev=False
     )
     add = parser.add_argument
-    add(
-        "--state-dir",
-        type=lambda text: Path(_text(text)),
-        required=True,
-        metavar="DIR",
-        help="where both databases live; made if missing",
-    )
+    add("--state-dir", type=_folder, required=True, metavar="DIR", help="where both databases live; made if missing")
     add("--run", metavar="ID", help=f"the run's name (default: {RUN})")
     add("--source", metavar="S", help=f"goal: the source (default for a new run: {GOAL['source']})")
     add("--title", metavar="T", help=f"goal: the title (default for a new run: {GOAL['title']})")
@@ -350,51 +346,13 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _listen(stop: Callable[[], object]) -> list[str]:
-    """Call `stop` at the first SIGINT or SIGTERM; a second one ends the process at once. Returns what came so far."""
-    import asyncio
-
-    received: list[str] = []
-
-    def hear(number: signal.Signals) -> None:
-        if received:
-            os._exit(Interrupted.exit_code)
-        received.append(number.name)
-        stop()
-
-    for number in STOPS:
-        asyncio.get_running_loop().add_signal_handler(number, hear, number)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-    return received
-
-
-async def _until_signalled(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; a signal cancels it."""
-    import asyncio
-
-    task = asyncio.ensure_future(work)
-    received = _listen(task.cancel)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        raise Interrupted(f"interrupted by {received[0]}") from None
-
-
 def _result(args: argparse.Namespace) -> dict[str, Any]:
     """Do what the command asks; a finished run is only read, so that this takes no time."""
     asked, run = _asked(args), args.run or RUN
     with closing(Runs(args.state_dir)) as runs:
         if told := finished(runs, run, **asked):
             return told
-        return _run(_until_signalled(_go_on(runs, run, args.execute, args.fault, args.take_over, **asked)))
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    import asyncio
-    import logging
-
-    logging.basicConfig(handlers=[logging.NullHandler()])  # what matters of the SDK's log is in our errors
-    return asyncio.run(work)
+        return signals.run(signals.obeyed(_go_on(runs, run, args.execute, args.fault, args.take_over, **asked)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -402,7 +360,7 @@ def main(argv: list[str] | None = None) -> int:
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     args = _parser().parse_args(argv)
     try:
-        return _run(_batch(args)) if args.batch else _one(args)
+        return signals.run(_batch(args)) if args.batch else _one(args)
     except HarnessError as error:  # of a batch
         print(f"lab.py: {error}", file=sys.stderr)
         return error.exit_code
@@ -451,7 +409,7 @@ async def _batch(args: argparse.Namespace) -> int:
     asked = {name: value for name, value in _asked(args).items() if name != "expected"}
     how = {"execute_write": args.execute, "concurrency": args.concurrency, "servers": args.servers}
     stop = asyncio.Event()
-    received = _listen(stop.set)
+    received = signals.heard(stop.set)
     goals = lines(args.batch)
     code = await tell(execute_many(args.state_dir, goals, stop=stop, **how, **asked), args.batch, args.json)
     if received:
@@ -460,7 +418,7 @@ async def _batch(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until somebody listens, and for good when all is read and told
+    signals.hold()  # until somebody listens, and for good when all is read and told
     code = main()
     sys.stdout.flush()
     os._exit(code)  # everything is on disk; the SDK's teardown would take longer than the run

@@ -110,6 +110,15 @@ def _metadata(response: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+async def ask(expected: Mapping[str, Any], provider: str, model: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """`propose` for an event loop: a provider that waits for the network waits in a thread."""
+    if provider == "fixture":
+        return propose(expected, provider, model)
+    from miniharness.engine import in_a_thread
+
+    return await in_a_thread(propose, expected, provider, model)
+
+
 def propose(expected: Mapping[str, Any], provider: str, model: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Ask the model once for an action towards `expected`; returns it with the response's metadata.
 

@@ -6,6 +6,7 @@ Knows nothing of runs, models or budgets; it trusts no client and checks every a
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import secrets
@@ -24,6 +25,7 @@ import miniharness
 from miniharness import faults
 from miniharness.contract import text_fault
 from miniharness.errors import TRY_AGAIN, StoreError, UsageError
+from miniharness.mcp.stdio import serve
 from miniharness.mcp.wire import EPOCH_META, TOKEN
 from model import validate_action
 from store import Found, Refused, Ticket, Tickets
@@ -143,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     server = build(tickets, os.environ.get(faults.ENVIRONMENT))
     if args.transport == "stdio":
-        server.run()
+        asyncio.run(serve(server))
         return 0
     try:
         serve_http(server, args.host, args.port, token)

@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.floor import wait_for_begin
 from miniharness.contract import Contract, Tool
-from miniharness.engine import Answer, Ports, drive
+from miniharness.engine import Answer, Model, Ports, drive
 from miniharness.errors import StoreError
 from miniharness.machine import Dispatch, Event, EventType, Outcome, Run, State, Step
 from miniharness.runs import Runs
@@ -96,7 +96,7 @@ async def _timed(options: argparse.Namespace, work: Callable[[str], Awaitable[ob
     return {"seconds": seconds, "bytes": grown, "rss_kb": peak_kb(), "first_s": first_s}
 
 
-def propose(goal: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+async def propose(goal: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The model: proposes the goal."""
     return goal, {}
 
@@ -209,10 +209,10 @@ async def recover(options: argparse.Namespace) -> dict[str, float]:
     with closing(Runs(options.folder)) as runs:
         opened: list[Run] = await asyncio.gather(*(runs.open(name, CONTRACT) for name in names))
 
-        def model(name: str) -> Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], Mapping[str, Any]]]:
-            def ask(goal: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        def model(name: str) -> Model:
+            async def ask(goal: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
                 outside.note("M", name)
-                return propose(goal)
+                return await propose(goal)
 
             return ask
 

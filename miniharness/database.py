@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 BUSY_TIMEOUT_S = 5.0
 BUSY_PAUSE_S = 0.001  # SQLite's own waits grow to 100 ms, so with many writers the unlucky one starves
+QUIET_TURNS = 4  # messages that arrived together reach `write` one after the other, a few turns of the loop apart
 LOOK_AGAIN_S = (0.02, 0.2, 0.0)
 
 T = TypeVar("T")
@@ -156,12 +157,20 @@ class Database:
 
         loop = get_running_loop()
         if not self._waiting:
-            loop.call_soon(self._write_together)  # after everything else that is ready to run now
+            loop.call_soon(self._write_when_quiet)
         future: Future[T] = loop.create_future()
         self._waiting.append((work, future))
         return await future
 
-    def _write_together(self) -> None:
+    def _write_when_quiet(self, quiet: int = 0, seen: int = 0) -> None:
+        """Write as soon as nobody has joined for some turns of the event loop."""
+        from asyncio import get_running_loop
+
+        waiting = len(self._waiting)
+        quiet = quiet + 1 if waiting == seen else 0
+        if quiet < QUIET_TURNS:
+            get_running_loop().call_soon(self._write_when_quiet, quiet, waiting)
+            return
         ready, self._waiting = self._waiting, []
         self._settle(ready)
 

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from miniharness.contract import Contract, Tool
-from miniharness.engine import Ports, drive
+from miniharness.engine import Json, Ports, drive
 from miniharness.errors import ToolUnavailable
 from miniharness.machine import Run, State
 from miniharness.mcp.child import Child
@@ -94,6 +94,10 @@ def _retry_loop(path: Path) -> None:
             return
 
 
+async def _agree(goal: Json) -> tuple[Json, Json]:
+    return goal, {}
+
+
 async def _harness(folder: Path, children: list[Child]) -> Run:
     """Drive one run against a server that is killed, then again against a living one."""
     contract = Contract(goal=dict(GOAL), tool=TOOL, provider="fixture", model="none", command="miniharness demo")
@@ -103,7 +107,7 @@ async def _harness(folder: Path, children: list[Child]) -> Run:
             run = await runs.open("demo", contract)
             async with stdio_session(child, Limits()) as session:
                 try:
-                    run = await drive(runs, run, Ports(lambda goal: (goal, {}), KeyedTool(session, PAIR)), permit=True)
+                    run = await drive(runs, run, Ports(_agree, KeyedTool(session, PAIR)), permit=True)
                 except ToolUnavailable:  # the server is gone; the next pass is the restart
                     continue
         return run

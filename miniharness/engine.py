@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -21,8 +21,8 @@ MODEL_TIMEOUT_S = 120.0  # for one request in all, however slowly its bytes arri
 
 Json = Mapping[str, Any]
 T = TypeVar("T")
-Model = Callable[[Json], tuple[Json, Json]]
-"""Takes the goal, asks once, and returns the validated action and the response's metadata.
+Model = Callable[[Json], Awaitable[tuple[Json, Json]]]
+"""Takes the goal, asks once, and returns the validated action and the response's metadata; does not hold the loop up.
 
 Raises:
     ModelUnavailable: no answer; asking again can help.
@@ -92,7 +92,7 @@ class Ports:
     async def _ask(self, goal: Json) -> Event:
         try:
             async with asyncio.timeout(MODEL_TIMEOUT_S):
-                proposal, metadata = await in_a_thread(self._model, goal)
+                proposal, metadata = await self._model(goal)
         except ProposalRejected as error:
             return Event(EventType.PROPOSAL_REJECTED, {"reason": str(error)})
         except TimeoutError:

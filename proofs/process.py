@@ -32,7 +32,7 @@ import miniharness.engine
 import miniharness.mcp.session
 import miniharness.mcp.stdio  # noqa: F401
 import server
-from miniharness import database
+from miniharness import database, signals
 from miniharness.mcp import keyed
 from proofs import tool
 from proofs.accident import Accident, Holder, Notes, Watch
@@ -108,7 +108,7 @@ def _drive(scene: Scene, argv: list[str]) -> NoReturn:
         return answer
 
     keyed.KeyedTool.dispatch = watched  # type: ignore[assignment, method-assign]
-    signal.pthread_sigmask(signal.SIG_BLOCK, lab.STOPS)
+    signals.hold()
     scene.end("engine", watch, lab.main(argv[1:]))
 
 

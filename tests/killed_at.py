@@ -118,6 +118,7 @@ def _lab(argv: list[str]) -> None:
     parser.add_argument("--dispatch")
     mine, theirs = parser.parse_known_args(argv)
     import lab
+    from miniharness import signals
     from miniharness.mcp import child, keyed
 
     class Server(child.Child):
@@ -131,7 +132,7 @@ def _lab(argv: list[str]) -> None:
             return await super().dispatch(key, action, epoch)
 
     child.Child, keyed.KeyedTool = Server, Tool  # type: ignore[misc]
-    signal.pthread_sigmask(signal.SIG_BLOCK, lab.STOPS)  # as the command does
+    signals.hold()  # as the command does
     watch = _watched("engine", mine.engine)
     _end("engine", watch, lab.main(theirs))
 

@@ -147,7 +147,7 @@ async def test_a_stopped_run_begins_no_step_but_one_that_is_paid_for(step: Any) 
 
     stop = asyncio.Event()
     stop.set()
-    ports = Ports(lambda goal: (goal, {}), Tool(), stop)  # type: ignore[arg-type]
+    ports = Ports(None, Tool(), stop)  # type: ignore[arg-type]
     if isinstance(step, Dispatch):
         assert (await ports.perform(step)).type is EventType.CONNECTED
     else:

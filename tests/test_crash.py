@@ -95,6 +95,10 @@ class Deadly(Local):
         raise Killed
 
 
+async def agree(goal: Any) -> Any:
+    return dict(goal), {}
+
+
 @dataclass
 class Life:
     """How one life of the engine's process went: the run it ended with, if it was not killed or cut short."""
@@ -137,7 +141,7 @@ async def live(
         try:
             runs = Runs(folder)
             run = await runs.open(RUN, contract)
-            ports = Ports(lambda goal: (dict(goal), {}), tool(folder, life.server))
+            ports = Ports(agree, tool(folder, life.server))
             life.run = await drive(runs, run, ports, permit)
         except Killed:
             life.killed = True
@@ -241,7 +245,7 @@ async def test_a_model_budget_is_not_stretched_by_deaths(shm: Path) -> None:
         runs = Runs(shm)
         run = await runs.open(RUN, CONTRACT)
 
-        def model(goal: Any) -> Any:
+        async def model(goal: Any) -> Any:
             asked.append(goal)
             raise Killed
 

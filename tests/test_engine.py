@@ -66,7 +66,7 @@ def contract(**changes: Any) -> Contract:
     return Contract(**fields)
 
 
-def agree(goal: Json) -> tuple[Json, Json]:
+async def agree(goal: Json) -> tuple[Json, Json]:
     return goal, {"model": "m"}
 
 
@@ -99,11 +99,11 @@ async def test_the_model_request_is_debited_before_it_leaves(runs: Runs) -> None
     """Another connection sees the spent request at the moment of asking."""
     seen = []
 
-    def model(goal: Json) -> tuple[Json, Json]:
+    async def model(goal: Json) -> tuple[Json, Json]:
         other = Runs(runs.folder)
         seen.append(other.require("r").model_requests_spent)
         other.close()
-        return agree(goal)
+        return await agree(goal)
 
     await go(runs, World(), permit=False, model=model)
     assert seen == [1]
@@ -165,7 +165,7 @@ async def test_past_its_deadline_a_planned_run_looks_up_and_writes_nothing(runs:
 async def test_an_unavailable_model_is_recorded_and_can_be_asked_again(runs: Runs) -> None:
     """The request stays debited, the state stays `new`, and the next opening asks again."""
 
-    def fail(goal: Json) -> tuple[Json, Json]:
+    async def fail(goal: Json) -> tuple[Json, Json]:
         raise ModelUnavailable("the provider is overloaded")
 
     with pytest.raises(ModelUnavailable):
@@ -179,13 +179,13 @@ async def test_a_model_that_never_answers_is_given_up(runs: Runs, monkeypatch: p
     """The limit holds although the model's own thread goes on."""
     monkeypatch.setattr(engine, "MODEL_TIMEOUT_S", 0.05)
     with pytest.raises(ModelUnavailable, match="did not answer within"):
-        await go(runs, World(), model=lambda goal: time.sleep(1) or agree(goal))
+        await go(runs, World(), model=lambda goal: engine.in_a_thread(time.sleep, 1))
 
 
 async def test_the_model_budget_has_a_definite_end(runs: Runs) -> None:
     """When the last request is spent without a proposal, the run fails and names the budget."""
 
-    def fail(goal: Json) -> tuple[Json, Json]:
+    async def fail(goal: Json) -> tuple[Json, Json]:
         raise ModelUnavailable
 
     for _ in range(2):
@@ -199,14 +199,18 @@ async def test_the_model_budget_has_a_definite_end(runs: Runs) -> None:
 async def test_a_proposal_that_is_not_the_goal_calls_no_tool(runs: Runs, proposal: Json) -> None:
     """Structure is not truth: the run fails before any tool is called."""
     world = World()
-    run = await go(runs, world, model=lambda goal: (proposal, {}))
+
+    async def propose(goal: Json) -> tuple[Json, Json]:
+        return proposal, {}
+
+    run = await go(runs, world, model=propose)
     assert (run.state, world.calls) == (State.FAILED, [])
 
 
 async def test_a_rejected_answer_is_final(runs: Runs) -> None:
     """A refused answer fails the run with its reason and calls no tool."""
 
-    def reject(goal: Json) -> tuple[Json, Json]:
+    async def reject(goal: Json) -> tuple[Json, Json]:
         raise ProposalRejected("two calls")
 
     world = World()

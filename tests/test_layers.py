@@ -29,6 +29,19 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def code_lines(path: Path) -> int:
+    """The lines of a file without the blank ones, comments and docstrings."""
+    text = path.read_text()
+    told = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    lines = enumerate(map(str.strip, text.splitlines()), start=1)
+    return sum(1 for number, line in lines if line and not line.startswith("#") and number not in told)
+
+
 def python(code: str) -> str:
     """What a fresh interpreter prints for `code`."""
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -109,7 +122,7 @@ def test_the_house_limits_hold() -> None:
     """Short files and functions: the whole can be read in one sitting."""
     lines = {p: len(p.read_text().splitlines()) for p in SOURCES}
     assert sum(n for p, n in lines.items() if p.parent == ROOT) < 900
-    assert sum(n for p, n in lines.items() if p.parent != ROOT) < 3400
+    assert sum(code_lines(p) for p in PACKAGE) < 2500
     assert max(lines.values()) < 500
     functions = [
         (f"{path.name}:{node.name}", node.end_lineno - node.lineno + 1)

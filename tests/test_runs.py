@@ -84,7 +84,7 @@ class World:
         return request.epoch >= self.fence
 
 
-def model(goal: Any) -> tuple[Any, Any]:
+async def model(goal: Any) -> tuple[Any, Any]:
     return dict(goal), {}
 
 

@@ -476,7 +476,7 @@ async def test_a_connection_refused_at_the_dispatch_is_known_to_be_unsent(web: H
     runs = Runs(web.state_dir)
     asked = ticket_lab.contract_for(None, url=web.url)
     run = await runs.open(ticket_lab.RUN, asked)
-    propose = partial(model.propose, provider=asked.provider, model=asked.model)
+    propose = partial(model.ask, provider=asked.provider, model=asked.model)
     kills = itertools.count()
     async with ticket_lab.session_for(web.state_dir, web.url) as session:
         tool = After(KeyedTool(session, ticket_lab.tools()), lambda: (next(kills), web.stop()))
@@ -524,3 +524,60 @@ def test_a_port_that_is_taken_ends_the_command_without_a_traceback(web: Http) ->
     assert "Traceback" not in ended.stderr
     assert "listening" not in ended.stderr
     assert web.post()[0] == 200
+
+
+# -- standard input and output ----------------------------------------------------------------------------------------
+
+OBSERVED = """\
+import sys, server
+from miniharness import database
+
+settle = database.Database._settle
+def observed(self, ready):
+    print("commit of", len(ready))
+    settle(self, ready)
+database.Database._settle = observed
+sys.exit(server.main(["--db", sys.argv[1]]))
+"""
+
+
+def message(method: str, number: int | None = None, **params: Any) -> bytes:
+    plain = {"jsonrpc": "2.0", "method": method, "params": params} | ({} if number is None else {"id": number})
+    return json.dumps(plain).encode() + b"\n"
+
+
+@pytest.mark.process
+def test_calls_that_arrive_together_share_a_commit_and_only_answers_are_on_the_output(tmp_path: Path) -> None:
+    """What handlers print goes to standard error; a line that is no message is passed over; no input, no server."""
+    calls = [message("tools/call", n, name=CREATE, arguments=GOAL | {"operation_key": f"k-{n}"}) for n in range(1, 9)]
+    hello = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}}
+    argv = [sys.executable, "-c", OBSERVED, str(tmp_path / "tickets.sqlite")]
+    with subprocess.Popen(argv, cwd=ROOT, stdin=-1, stdout=-1, stderr=-1) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        process.stdin.write(b"no message\n" + message("initialize", 0, **hello) + message("notifications/initialized"))
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["id"] == 0
+        process.stdin.write(b"".join(calls))
+        process.stdin.flush()
+        answers = [json.loads(process.stdout.readline()) for _ in calls]
+        process.stdin.close()
+        rest, told = process.stdout.read(), process.stderr.read().decode()
+    assert {answer["id"] for answer in answers} == set(range(1, 9))
+    assert not any(answer["result"]["isError"] for answer in answers)
+    assert (rest, process.returncode) == (b"", 0)
+    assert told.count("commit of") < 4, told
+    assert len(tickets(tmp_path)) == 8
+
+
+@pytest.mark.process
+def test_a_server_without_pipes_serves_all_the_same(tmp_path: Path) -> None:
+    """A file as input cannot be watched by an event loop."""
+    asked = tmp_path / "asked"
+    hello = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}}
+    asked.write_bytes(message("initialize", 0, **hello))
+    argv = [sys.executable, "server.py", "--db", str(tmp_path / "tickets.sqlite")]
+    with asked.open("rb") as source:
+        done = subprocess.run(argv, cwd=ROOT, stdin=source, capture_output=True, timeout=20)
+    assert (json.loads(done.stdout)["id"], done.returncode) == (0, 0)

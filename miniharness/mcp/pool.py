@@ -73,18 +73,21 @@ class Pool:
         """
         self._keepers = self._keepers or [asyncio.create_task(self._keep()) for _ in range(self._size)]
         while True:
-            getting = asyncio.ensure_future(self._ready.get())
-            try:
-                either: set[asyncio.Future[Any]] = {getting, self._exhausted}
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if not getting.done():
-                    self._exhausted.result()
-                tool = getting.result()
-            finally:
-                getting.cancel()
+            tool = await self._next() if self._ready.empty() else self._ready.get_nowait()
             if not tool.session.dead:
                 self._ready.put_nowait(tool)  # to the end of the queue; it takes many calls at once
                 return tool
+
+    async def _next(self) -> KeyedTool:
+        getting = asyncio.ensure_future(self._ready.get())
+        try:
+            either: set[asyncio.Future[Any]] = {getting, self._exhausted}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not getting.done():
+                self._exhausted.result()
+            return getting.result()
+        finally:
+            getting.cancel()
 
     def praise(self, tool: KeyedTool) -> None:
         """A run got through with `tool`: its server works."""
