@@ -199,11 +199,18 @@ def whole_processes(parent: Path, sizes: Sizes) -> Figures:
 
 
 def whole_lab(parent: Path, sizes: Sizes) -> Figures:
-    """Runs per second of `lab.py --batch` with 32 in flight, and the processor time of engine and servers per run."""
+    """Runs per second of `lab.py --batch` with 32 in flight, and the processor time of engine and servers per run.
+
+    Beside it the same calls by the SDK's own client, without a journal, a budget or a model.
+    """
     told = subprocess.run([sys.executable, "lab.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
     if "--batch" not in told.stdout:
         return {}
     figures = {}
+    with fresh_folder(parent) as folder:
+        words = [sys.executable, "benchmarks/plain_sdk.py", folder / "plain.sqlite", str(sizes.batch)]
+        plain = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+        figures["plain.runs/s"] = float(plain.stdout)
     for servers in (1, 2):
         with fresh_folder(parent) as folder:
             for name, value in _batch(folder, sizes.batch, servers).items():

@@ -115,6 +115,8 @@ OWN_ROWS: tuple[tuple[str, str, str], ...] = (
     ("… × plain SDK", "lab.ms", "plain.ms"),
     ("whole process, re-reading a finished run: ms", "reread.ms", ""),
     ("… × pass", "reread.ms", "pass.ms"),
+    ("the plain SDK's client making the same three calls, 32 in flight: tickets/s", "plain.runs/s", ""),
+    ("… whole lab with 1 server × this", "batch.1.steady.runs/s", "plain.runs/s"),
     *(
         row
         for count in (1, 2)
@@ -179,7 +181,11 @@ TARGETS = (
         lambda v: v <= 0.6,
     ),
     Target("recovery: no dispatch repeated", lambda c: values(c, "ours.recovery.writes"), lambda v: v == 0),
-    Target("whole lab: at least 200 runs/s, 1 server", lambda c: values(c, "batch.1.runs/s"), lambda v: v >= 200),
+    Target(
+        "whole lab: at least 200 runs/s, 1 server, from the first result to the last",
+        lambda c: values(c, "batch.1.steady.runs/s"),
+        lambda v: v >= 200,
+    ),
     Target("`lab.py --execute`: at most 0.65 of plain SDK", _over("lab.ms", "plain.ms"), lambda v: v <= 0.65),
     Target("re-read: at most 4 × pass + 60 ms; ms beyond 4 × pass", _beyond_start, lambda v: v <= 60),
     Target("at most 4 kB per 6-step run", lambda c: values(c, "ours.bytes.kB"), lambda v: v <= 4),
