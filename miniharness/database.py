@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from asyncio import Future
 
 BUSY_TIMEOUT_S = 5.0
-BUSY_PAUSE_S = 0.001  # SQLite's own waits grow to 100 ms, so with many writers the unlucky one starves
+BUSY_PAUSE_S = 0.004  # SQLite's own waits grow to 100 ms, so with many writers the unlucky one starves
 QUIET_TURNS = 4  # messages that arrived together reach `write` one after the other, a few turns of the loop apart
 LOOK_AGAIN_S = (0.02, 0.2, 0.0)
 
