@@ -67,6 +67,7 @@ async def steps(options: argparse.Namespace) -> dict[str, float]:
             run = await runs.open(name, CONTRACT)
             for _ in range(options.steps - 1):
                 run = await runs.record(run, Event(EventType.CONNECTED, DETAIL))
+            runs.leave(run)
 
         return await _timed(options, record)
 
@@ -102,7 +103,7 @@ async def propose(goal: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[s
 
 
 class Idle:
-    """A tool that does nothing and remembers that it did."""
+    """A tool that does nothing and remembers that it did; like every real one it lets others run meanwhile."""
 
     def __init__(self) -> None:
         self._found: Mapping[str, Any] | None = None
@@ -113,10 +114,12 @@ class Idle:
 
     async def look_up(self, key: str, epoch: int) -> Mapping[str, Any] | None:
         """What was dispatched."""
+        await asyncio.sleep(0)
         return self._found
 
     async def dispatch(self, key: str, action: Mapping[str, Any], epoch: int) -> Answer:
         """Remember it."""
+        await asyncio.sleep(0)
         self._found = {"id": 1, "action": action}
         return Answer(Outcome.RETURNED)
 

@@ -137,15 +137,17 @@ class Database:
         if self._connection.in_transaction:
             yield
             return
-        with self._clear_errors():
+        try:
             self._patiently("begin immediate")
-            try:
-                yield
-                self._patiently("commit")  # on disk from here on
-            except BaseException:
+            yield
+            self._patiently("commit")  # on disk from here on
+        except BaseException as error:
+            if self._connection.in_transaction:
                 with suppress(sqlite3.Error):
                     self._connection.execute("rollback")
-                raise
+            if isinstance(error, sqlite3.Error):
+                raise self._explained(error) from error
+            raise
 
     async def write(self, work: Callable[[], T]) -> T:
         """Run `work` in a transaction which all share that ask at this moment; on disk when it returns.
