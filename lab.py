@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from miniharness.engine import Model
-    from miniharness.mcp.keyed import Pair
+    from miniharness.mcp.declared import Declaration
     from miniharness.mcp.session import Session
 
 RUN = "review-001"
@@ -55,7 +55,7 @@ def session_for(state_dir: Path, server: str = OWN_SERVER, fault: str | None = N
     if server != OWN_SERVER:
         from miniharness.mcp.session import http_session
 
-        return http_session(server, os.environ[TOKEN], Limits())
+        return http_session(server, {"Authorization": f"Bearer {os.environ[TOKEN]}"}, Limits())
     from miniharness.mcp.child import Child
 
     env = {faults.ENVIRONMENT: fault} if fault == faults.SERVER_AFTER_COMMIT else {}
@@ -184,9 +184,9 @@ async def _drive(runs: Runs, run: Run, permit: bool, fault: str | None) -> None:
     from miniharness.engine import Ports, drive
 
     async with session_for(runs.folder, run.contract.tool.server, fault) as session:
-        from miniharness.mcp.keyed import KeyedTool  # while the child is starting
+        from miniharness.mcp.declared import DeclaredTool  # while the child is starting
 
-        tool = faults.FaultyTool(KeyedTool(session, tools()), fault)
+        tool = faults.FaultyTool(DeclaredTool(session, tools()), fault)
         await drive(runs, run, Ports(_model(run.contract), tool), permit)
 
 
@@ -194,12 +194,12 @@ def _model(contract: Contract) -> Model:
     return partial(model_side.ask, provider=contract.provider, model=contract.model)
 
 
-def tools() -> Pair:
+def tools() -> Declaration:
     """The server's two tools as the operator declares them."""
-    from miniharness.mcp.keyed import Pair
+    from miniharness.mcp.declared import keyed
     from store import Found
 
-    return Pair(
+    return keyed(
         look_up="lookup_review_ticket",
         write=TOOL.name,
         noun=TOOL.resource,

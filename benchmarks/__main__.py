@@ -57,7 +57,7 @@ def cycle(chosen: list[peers.Peer], sizes: Sizes, parent: Path, faults: list[str
         measure(f"{kind}, ours", lambda own=own: own(parent, sizes))  # type: ignore[misc]
         for peer in chosen:
             measure(f"{kind}, {peer.name}", lambda other=other, peer=peer: other(peer, parent, sizes))  # type: ignore[misc]
-    for work in (measures.many_processes, measures.whole_processes, measures.whole_lab):
+    for work in (measures.many_processes, measures.large_stores, measures.whole_processes, measures.whole_lab):
         measure(work.__name__, lambda work=work: work(parent, sizes))  # type: ignore[misc]
     return figures
 

@@ -40,10 +40,11 @@ class Sizes:
     loop_s: float
     starts: int  # of whole processes
     batch: int  # runs of the whole lab
+    stored: int  # finished runs in a large store
 
 
-FULL = Sizes(rounds=5, short=150, long=10, flying=2000, recovered=200, loop_s=2.0, starts=6, batch=1000)
-QUICK = Sizes(rounds=2, short=30, long=3, flying=200, recovered=200, loop_s=0.5, starts=2, batch=100)
+FULL = Sizes(rounds=5, short=150, long=10, flying=2000, recovered=200, loop_s=2.0, starts=6, batch=1000, stored=100_000)
+QUICK = Sizes(rounds=2, short=30, long=3, flying=200, recovered=200, loop_s=0.5, starts=2, batch=100, stored=2000)
 
 
 @contextmanager
@@ -172,6 +173,16 @@ def _together(who: str, folder: Path, count: int, seconds: float) -> list[dict[s
         told.append(json.loads(child.communicate(timeout=PATIENCE_S)[0]))
     assert all(one["count"] + one["errors"] for one in told), f"a process took no step: {told}"
     return told
+
+
+def large_stores(parent: Path, sizes: Sizes) -> Figures:
+    """Milliseconds for a whole run of 8 transitions in a journal with few and with many finished runs."""
+    figures = {}
+    for name, stored in (("few", 10), ("many", sizes.stored)):
+        with fresh_folder(parent) as folder:
+            answer = ours("drive", folder, "--runs", sizes.short, "--among", stored)
+        figures[f"ours.{name}.ms"] = answer["seconds"] / sizes.short * 1000
+    return figures | {"ours.stored": float(sizes.stored)}
 
 
 def whole_processes(parent: Path, sizes: Sizes) -> Figures:

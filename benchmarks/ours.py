@@ -80,7 +80,25 @@ async def driven(options: argparse.Namespace) -> dict[str, float]:
             run = await drive(runs, await runs.open(name, CONTRACT), Ports(propose, Idle()), permit=True)
             assert (run.state, run.version) == (State.SUCCEEDED, TRANSITIONS), run
 
+        if options.among:
+            await whole("seed")
+            _copy("seed", options.among, options.folder)
         return await _timed(options, whole)
+
+
+def _copy(run: str, count: int, folder: Path) -> None:
+    """Store so many finished runs more, each like `run`."""
+    with closing(sqlite3.connect(folder / "runs.sqlite")) as connection:
+        for table, named in (("runs", "id"), ("events", "run")):
+            columns = [row[1] for row in connection.execute(f"pragma table_info({table})") if row[1] != named]
+            connection.execute(
+                "with recursive n (i) as (select 1 union all select i + 1 from n where i < ?)"
+                f" insert into {table} ({named}, {', '.join(columns)})"
+                f" select 'copy-' || i, {', '.join(columns)} from n, {table} where {named} = ?",
+                (count, run),
+            )
+        connection.commit()
+        connection.execute("pragma wal_checkpoint(truncate)")
 
 
 async def _timed(options: argparse.Namespace, work: Callable[[str], Awaitable[object]]) -> dict[str, float]:
@@ -278,6 +296,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--in-flight", type=int, default=1)
+    parser.add_argument("--among", type=int, default=0, help="so many finished runs in the same journal")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print to standard error where the time goes")
     parser.add_argument("--seconds", type=float, default=2.0)

@@ -109,6 +109,10 @@ OWN_ROWS: tuple[tuple[str, str, str], ...] = (
             ("… bare sqlite3: steps given up as locked", f"floor.many.{count}.errors", ""),
         )
     ),
+    ("a whole run in a journal with 10 finished ones: ms", "ours.few.ms", ""),
+    ("… with this many finished ones", "ours.stored", ""),
+    ("… ms", "ours.many.ms", ""),
+    ("… × that with 10", "ours.many.ms", "ours.few.ms"),
     ("whole process, `python -c pass`: ms", "pass.ms", ""),
     ("whole process, plain SDK client and server, three calls: ms", "plain.ms", ""),
     ("whole process, `lab.py --execute`, the same calls: ms", "lab.ms", ""),

@@ -90,32 +90,35 @@ def _options(
     ctx.obj = state_dir
 
 
-def _folder(ctx: typer.Context) -> Path:
+def state_folder(ctx: typer.Context, *, new: bool = False) -> Path:
+    """The state folder; one that holds no journal is accepted only for a `new` one."""
     folder: Path | None = ctx.obj
     if folder is None:
         raise UsageError("--state-dir DIR is missing")
-    if not (folder / "runs.sqlite").exists():
+    if not new and not (folder / "runs.sqlite").exists():
         raise UsageError(f"--state-dir {folder} holds no runs.sqlite; give the folder that a run was made in")
     return folder
 
 
 @contextmanager
 def _journal(ctx: typer.Context) -> Iterator[Runs]:
-    runs = Runs(_folder(ctx))
+    runs = Runs(state_folder(ctx))
     try:
         yield runs
     finally:
         runs.close()
 
 
-def _table(*columns: str) -> Table:
+def headed(*columns: str) -> Table:
+    """An empty table with these columns."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
 
 
-def _print(table: Table) -> None:
+def printed(table: Table) -> None:
+    """Print the table."""
     Console(width=None if sys.stdout.isatty() else 10_000).print(table)  # in a pipe nothing is folded
 
 
@@ -126,7 +129,7 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List the runs, each with its next command; --json prints one object a line."""
-    table = _table("run", "state", "attempts", "reason", "next")
+    table = headed("run", "state", "attempts", "reason", "next")
     with _journal(ctx) as journal:
         for run in journal.all(state):
             following = next_command(run, journal.folder, busy=journal.driven_elsewhere(run))
@@ -137,7 +140,7 @@ def runs(
             else:
                 table.add_row(run.id, run.state, spent, run.reason, following["command"])
     if not as_json:
-        _print(table)
+        printed(table)
 
 
 @app.command()
@@ -215,11 +218,11 @@ def _decide(journal: Runs, run_id: str, event: Event, *, while_driven: bool) -> 
 @app.command()
 def doctor(ctx: typer.Context) -> None:
     """Check every database in the folder, and list the runs that stopped early or need a person."""
-    damaged = _examine(_folder(ctx))
+    damaged = _examine(state_folder(ctx))
     if damaged:
         print("next: keep the damaged files as they are, and restore a backup")
         raise typer.Exit(ENDED_BADLY)
-    table = _table("run", "state", "what", "reason", "next")
+    table = headed("run", "state", "what", "reason", "next")
     waiting = False
     with _journal(ctx) as journal:
         for run in journal.all():
@@ -229,7 +232,7 @@ def doctor(ctx: typer.Context) -> None:
             table.add_row(run.id, run.state, CONCERNS[following["action"]], run.reason, following["command"])
             waiting |= CONCERNS[following["action"]] == PERSON
     if table.row_count:
-        _print(table)
+        printed(table)
     else:
         print("every run has ended or is being driven; nothing to do. To prove their histories: replay")
     if waiting:
@@ -237,12 +240,12 @@ def doctor(ctx: typer.Context) -> None:
 
 
 def _examine(folder: Path) -> bool:
-    table, damaged = _table("file", "schema", "integrity"), False
+    table, damaged = headed("file", "schema", "integrity"), False
     for path in sorted(folder.glob("*.sqlite")):
         version, integrity = inspect(path)
         damaged |= integrity != "ok"
         table.add_row(path.name, str(version), integrity)
-    _print(table)
+    printed(table)
     return damaged
 
 

@@ -96,6 +96,7 @@ class Tool:
     server: str = "stdio"  # where its effects go: our own child, or the URL of a running server
     fences: bool  # a look-up with a higher epoch makes the server refuse every older request
     deduplicates: bool  # a second request with the same key has no second effect
+    settles_after_s: float | None = None  # how long after its dispatch a write can still land, where that is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +108,7 @@ class Contract:
     """
 
     goal: dict[str, Any]  # field -> value that the resource must have
+    arguments: dict[str, Any] | None = None  # what the write is given, where that is not the goal itself
     tool: Tool
     provider: str
     model: str
@@ -119,12 +121,18 @@ class Contract:
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 raise UsageError(f"the contract's {name} must be of type {kind.__name__}")
-        try:
-            canonical(self.goal).encode()
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"the contract's goal must be JSON: {error}") from error
+        for name in ("goal", "arguments"):
+            try:
+                canonical(getattr(self, name)).encode()
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"the contract's {name} must be JSON: {error}") from error
         if self.deadline is not None and not (type(self.deadline) is float and math.isfinite(self.deadline)):
             raise UsageError(f"the contract's deadline must be a float, not {self.deadline!r}")
+
+    @property
+    def action(self) -> dict[str, Any]:
+        """What the write must be given; a proposal that differs is refused."""
+        return self.goal if self.arguments is None else self.arguments
 
     def plain(self) -> dict[str, Any]:
         """The contract as a JSON object."""

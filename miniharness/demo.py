@@ -23,7 +23,7 @@ from miniharness.engine import Json, Ports, drive
 from miniharness.errors import ToolUnavailable
 from miniharness.machine import Run, State
 from miniharness.mcp.child import Child
-from miniharness.mcp.keyed import KeyedTool, Pair
+from miniharness.mcp.declared import DeclaredTool, keyed
 from miniharness.mcp.session import stdio_session
 from miniharness.mcp.wire import Limits
 from miniharness.runs import Runs
@@ -52,7 +52,9 @@ class Found(BaseModel):
     note: Note | None
 
 
-PAIR = Pair("lookup_note", "create_note", "note", frozenset(GOAL), Found, frozenset())
+DECLARED = keyed(
+    look_up="lookup_note", write="create_note", noun="note", fields=frozenset(GOAL), answer=Found, clean=frozenset()
+)
 
 
 def main() -> int:
@@ -107,7 +109,7 @@ async def _harness(folder: Path, children: list[Child]) -> Run:
             run = await runs.open("demo", contract)
             async with stdio_session(child, Limits()) as session:
                 try:
-                    run = await drive(runs, run, Ports(_agree, KeyedTool(session, PAIR)), permit=True)
+                    run = await drive(runs, run, Ports(_agree, DeclaredTool(session, DECLARED)), permit=True)
                 except ToolUnavailable:  # the server is gone; the next pass is the restart
                     continue
         return run

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from miniharness.errors import Interrupted, ModelUnavailable, ProposalRejected
+from miniharness.errors import CannotTell, Interrupted, ModelUnavailable, ProposalRejected
 from miniharness.machine import AskModel, Decide, Dispatch, Event, EventType, LookUp, Outcome, Run, Step, next_step
 from miniharness.runs import Runs
 
@@ -52,7 +52,8 @@ class Tool(Protocol):
         """The resource `{"id", "action"}` of that operation key, or None when it is not there.
 
         Raises:
-            ToolUnavailable: nobody knows.
+            CannotTell: nobody ever can.
+            ToolUnavailable: nobody can now.
         """
 
     async def dispatch(self, key: str, action: Json, epoch: int) -> Answer:
@@ -81,13 +82,22 @@ class Ports:
                 info = await self._tool.connect()
                 self._connected = True
                 return Event(EventType.CONNECTED, info)
-            case LookUp(key, epoch):
-                return Event(EventType.LOOKED_UP, {"key": key, "found": await self._tool.look_up(key, epoch)})
+            case LookUp():
+                return await self._look_up(step)
             case Dispatch(key, epoch, action):
                 answer = await self._tool.dispatch(key, action, epoch)
                 return Event(EventType.DISPATCH_ANSWERED, {"outcome": answer.outcome, "message": answer.message})
             case _:
                 raise AssertionError(f"{step} is not a step to perform")
+
+    async def _look_up(self, step: LookUp) -> Event:
+        known: dict[str, Any]
+        try:
+            known = {"found": await self._tool.look_up(step.key, step.epoch)}
+        except CannotTell as error:
+            known = {"found": None, "unknown": str(error)}
+        settled = {"settled": True} if step.settled else {}
+        return Event(EventType.LOOKED_UP, {"key": step.key} | known | settled)
 
     async def _ask(self, goal: Json) -> Event:
         try:

@@ -55,6 +55,10 @@ class ToolUnavailable(HarnessError):
     """The tool could not be asked; nothing was decided. Try later."""
 
 
+class CannotTell(HarnessError):
+    """The tool offers no way to look up what is there."""
+
+
 class OutcomeUnknown(HarnessError):
     """The tool call may or may not have taken effect; look the operation up before acting."""
 

@@ -63,7 +63,7 @@ CERTAIN: dict[State, str] = {
     State.RECONCILING: "what is there is undecided; a restart looks it up before anything else",
     State.WAITING_EXECUTION: "when last looked up, nothing was there; no permit to write was given",
     State.DISPATCHING: "the intent and its debit are on disk; the write may have happened",
-    State.RECONCILE_REQUIRED: "when last looked up, nothing was there; going on needs a person's decision",
+    State.RECONCILE_REQUIRED: "no look-up has found the resource; going on needs a person's decision, or time",
     State.SUCCEEDED: "the resource was looked up and equals the goal",
     State.FAILED: "the run has ended without reaching the goal; the reason says why",
     State.CANCELLED: "nothing was written and nothing can still land",
@@ -119,15 +119,18 @@ class Outcome(StrEnum):
     UNSENT = "unsent"  # the transport knows that no byte of it left
 
 
+NEVER = 1 << 62  # milliseconds since 1970
+
 CLEAN = frozenset({Outcome.REFUSED, Outcome.UNSENT})
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened; `detail` is a JSON object."""
+    """One thing that happened; `detail` is a JSON object. The journal gives it its time, in milliseconds since 1970."""
 
     type: EventType
     detail: Mapping[str, Any] = field(default_factory=dict)
+    at: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +149,7 @@ class Run:
     model_requests_spent: int = 0
     asked: int = 0  # epoch in which a model request was debited and not yet answered
     intended: int = 0  # epoch of the last intent to dispatch
+    ended_at: int = 0  # when the last attempt was over for its sender, in ms since 1970, if the tool settles after that
     looked: int = 0  # epoch in which the resource was last looked up and not there
     doubtful: int = 0  # dispatches that had, or may have had, an effect
     last: Outcome = Outcome.NONE
@@ -174,6 +178,11 @@ class Run:
     def conclusive(self) -> bool:
         """Whether an absent resource also means that no older attempt can still land."""
         return self.contract.tool.fences or self.doubtful == 0
+
+    @property
+    def settles(self) -> bool:
+        """Whether an absent becomes conclusive by waiting."""
+        return self.contract.tool.settles_after_s is not None and self.ended_at != NEVER
 
     @property
     def may_dispatch(self) -> bool:
@@ -218,10 +227,11 @@ class AskModel:
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """Read the resource by its key and let the server refuse everything older than `epoch`."""
+    """Read the resource and let a server that fences refuse everything older than `epoch`."""
 
     key: str
     epoch: int
+    settled: bool = False  # by now no attempt can land any more
     halts = False
 
 
@@ -251,7 +261,7 @@ def next_step(run: Run, permit: bool, now: float) -> Step:
     if run.state is State.NEW and not run.cancel:
         return _next_plan_step(run, expired)
     if run.looked != run.epoch:
-        return LookUp(run.key, run.epoch)
+        return LookUp(run.key, run.epoch, _settled_by(run, now))
     if run.state is not State.RECONCILING:
         return Halt()  # waiting_execution or reconcile_required, looked up in this epoch; the next owner has another
     if expired:
@@ -261,6 +271,11 @@ def next_step(run: Run, permit: bool, now: float) -> Step:
     # reconciling and looked up: `may_dispatch` held then, and whatever changes it since has reset `looked`
     attempt, action = run.dispatches_spent + 1, digest(canonical(run.proposal))
     return Decide(Event(E.DISPATCH_INTENDED, {"attempt": attempt, "key": run.key, "action_sha256": action}))
+
+
+def _settled_by(run: Run, now: float) -> bool:
+    after_s = run.contract.tool.settles_after_s
+    return after_s is not None and now >= run.ended_at / 1000 + after_s
 
 
 def _next_plan_step(run: Run, expired: bool) -> Step:
@@ -295,7 +310,17 @@ def evolve(run: Run, event: Event) -> Run:
     """
     if not allows(run, event):
         raise IllegalMove(f"{event.type} is not possible for run {run.id}, which is {run.state}")
-    return _EFFECTS[event.type](run, event.detail).but(version=run.version + 1)
+    after = _EFFECTS[event.type](run, event.detail)
+    return after.but(version=run.version + 1, ended_at=_attempt_ended(run, event))
+
+
+def _attempt_ended(run: Run, event: Event) -> int:
+    """When the last attempt was over: with its answer, or when its sender was found dead; a frozen one may go on."""
+    if run.contract.tool.settles_after_s is None or run.state is not State.DISPATCHING:
+        return run.ended_at
+    if event.type not in (E.DISPATCH_ANSWERED, E.CLAIMED):
+        return run.ended_at
+    return NEVER if event.detail.get("forced") else event.at
 
 
 _Detail = Mapping[str, Any]
@@ -344,7 +369,7 @@ def _model_requested(run: Run, d: _Detail) -> Run:
 def _proposed(run: Run, d: _Detail) -> Run:
     """Structure is not truth: the first thing a proposal meets is the goal."""
     run = run.but(asked=0, proposal=d["proposal"], metadata=d["metadata"])
-    if wrong := differences(d["proposal"], run.contract.goal):
+    if wrong := differences(d["proposal"], run.contract.action):
         return _ended(run, State.FAILED, f"the proposal differs from the goal: {describe(wrong)}")
     return run.but(state=State.PLANNED)
 
@@ -356,8 +381,11 @@ def _model_budget_spent(run: Run, d: _Detail) -> Run:
 
 def _looked_up(run: Run, d: _Detail) -> Run:
     """The verdict, or what an absent resource means; the table in docs/machine.md."""
+    if d.get("settled"):
+        run = run.but(doubtful=0)
     if d["found"] is None:
-        return _absent(run.but(looked=run.epoch, resource=None))
+        run = run.but(looked=run.epoch, resource=None)
+        return _unknowable(run) if "unknown" in d else _absent(run)
     run = run.but(resource=d["found"])
     if wrong := differences(d["found"]["action"], run.contract.goal):
         return _ended(run, State.FAILED, f"the {run.contract.tool.resource} differs from the goal: {describe(wrong)}")
@@ -378,6 +406,16 @@ def _absent(run: Run) -> Run:
         state=State.RECONCILE_REQUIRED,
         reason=f"an earlier attempt ({spent}) may still take effect; nobody can tell",
     )
+
+
+def _unknowable(run: Run) -> Run:
+    """Nobody can tell what is there: known is only what was never sent, and what can safely be sent again."""
+    unanswered = run.last in (Outcome.UNKNOWN, Outcome.UNSENT)
+    if run.doubtful == 0 or (unanswered and run.may_dispatch):
+        return _absent(run)
+    answered = "the tool answered" if run.last is Outcome.RETURNED else "an attempt may have taken effect"
+    reason = f"{answered}, and nobody can look up what is there"
+    return run.but(state=State.RECONCILE_REQUIRED, reason=reason)
 
 
 def _permit_awaited(run: Run, d: _Detail) -> Run:

@@ -88,6 +88,8 @@ def next_command(run: Run, folder: Path, *, busy: bool = False, permit: bool = F
         return {"action": "resume", "command": alike}
     if run.may_dispatch and run.looked != run.epoch:  # an operator granted more
         return {"action": "execute", "command": f"{resume} --execute"}
+    if run.settles and not run.conclusive:
+        return {"action": "wait", "command": alike}
     word = "--by NAME --why REASON"
     if run.conclusive:
         return {"action": "ask_operator", "command": f"{operate} grant {run.id} --dispatches 1 {word}"}
@@ -148,7 +150,8 @@ def _told(event: Event) -> str:
     detail = event.detail
     match event.type:
         case EventType.LOOKED_UP:
-            return "nothing there" if detail["found"] is None else f"found {_told_resource(detail['found'])}"
+            absent = detail.get("unknown", "nothing there")
+            return absent if detail["found"] is None else f"found {_told_resource(detail['found'])}"
         case EventType.PROPOSED:
             return ", ".join(f"{field}: {value}" for field, value in detail["proposal"].items())
         case EventType.DISPATCH_ANSWERED:

@@ -64,6 +64,7 @@ MIGRATIONS = (
     ) strict, without rowid;
     """,
     "alter table runs add column pruned integer not null default 0",
+    "alter table runs add column ended_at integer not null default 0",
 )
 
 _COLUMNS = tuple(f.name for f in fields(Run))
@@ -252,7 +253,7 @@ class Runs:
         run = self.get(run_id)
         if run is None:
             run, first = opened(run_id, contract, self._me)
-            run, row = self._stamped(run, "", first)
+            run, row = self._stamped(run, "", self._timed(first))
             self._db.execute(_INSERT, _to_row(run))
             self._db.execute(_APPEND, row)
             return run
@@ -319,6 +320,7 @@ class Runs:
 
     def _advance(self, run: Run, event: Event) -> Run:
         """Move the run, if the row still is what `run` says; nothing was written when this raises a refusal."""
+        event = self._timed(event)
         after, row = self._stamped(evolve(run, event), run.head, event)
         changes = _changes(run, after)
         was = {"id": run.id, "was_version": run.version, "was_epoch": run.epoch}
@@ -327,9 +329,12 @@ class Runs:
         self._db.execute(_APPEND, row)
         return after
 
+    def _timed(self, event: Event) -> Event:
+        return Event(event.type, event.detail, int(self._clock() * 1000))
+
     def _stamped(self, run: Run, previous: str, event: Event) -> tuple[Run, tuple[Any, ...]]:
         """The run with the digest of its newest event, and that event's row."""
-        bare = Recorded(run.version, int(self._clock() * 1000), run.epoch, event.type, event.detail, "")
+        bare = Recorded(run.version, event.at, run.epoch, event.type, event.detail, "")
         detail = canonical(event.detail)
         head = bare.chained(run.id, previous, detail)
         row = (run.id, bare.seq, bare.at, bare.epoch, event.type.value, detail, head)
@@ -422,4 +427,4 @@ def _fold(run: Run | None, run_id: str, event: Recorded) -> Run:
     if run is None:
         contract = Contract.of(event.detail["contract"])
         return opened(run_id, contract, event.detail["owner"])[0]
-    return evolve(run, Event(event.type, event.detail))
+    return evolve(run, Event(event.type, event.detail, event.at))

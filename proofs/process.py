@@ -33,7 +33,7 @@ import miniharness.mcp.session
 import miniharness.mcp.stdio  # noqa: F401
 import server
 from miniharness import database, signals
-from miniharness.mcp import keyed
+from miniharness.mcp import declared
 from proofs import tool
 from proofs.accident import Accident, Holder, Notes, Watch
 from proofs.forking import die_with_parent, fork_servers
@@ -99,15 +99,15 @@ def _drive(scene: Scene, argv: list[str]) -> NoReturn:
     fork_servers(partial(_serve, scene), kept)
     if scene.plain:
         lab.TOOL = replace(lab.TOOL, deduplicates=False)
-    dispatch = keyed.KeyedTool.dispatch
+    dispatch = declared.DeclaredTool.dispatch
 
-    async def watched(self: keyed.KeyedTool, *args: Any) -> Any:
+    async def watched(self: declared.DeclaredTool, *args: Any) -> Any:
         due = watch.before(DISPATCH)
         answer = await dispatch(self, *args)
         watch.after(DISPATCH, due)
         return answer
 
-    keyed.KeyedTool.dispatch = watched  # type: ignore[assignment, method-assign]
+    declared.DeclaredTool.dispatch = watched  # type: ignore[assignment, method-assign]
     signals.hold()
     scene.end("engine", watch, lab.main(argv[1:]))
 

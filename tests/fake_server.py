@@ -70,6 +70,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--start", choices=("exit", "silent"), help="instead of serving")
     add("--junk", choices=JUNK, help="print this before every message")
     add("--without", help="offer no tool of that name")
+    add("--broken", help="the catalogue's entry of that tool breaks the protocol")
     add("--optional-key", action="store_true", help="require no operation_key")
     add("--create", choices=ANSWERS, default="honest", help="how create_review_ticket works and answers")
     add("--ignore", choices=("eof", "term"), action="append", default=[])
@@ -118,12 +119,12 @@ class Brain:
             return cached | {"supportedVersions": [self.flags.era], "capabilities": {"tools": {}}, "_meta": named}
         if method == "tools/list":
             cached = {} if legacy else {"ttlMs": 0, "cacheScope": "private"}
-            return cached | {"tools": [tool for tool in self._tools() if tool["name"] != self.flags.without]}
+            return cached | {"tools": self._tools()}
         if method != "tools/call":
             raise LookupError(-32601)
         return getattr(self, "_" + params["name"])(**params["arguments"])
 
-    def _tools(self) -> list[Json]:
+    def _tools(self) -> list[Any]:
         key = [] if self.flags.optional_key else ["operation_key"]
         wanted = {"lookup_review_ticket": key, "create_review_ticket": [*key, "source", "title"]}
         text = {"type": "string"}
@@ -131,7 +132,11 @@ class Brain:
             name: {"type": "object", "properties": dict.fromkeys(names, text), "required": names}
             for name, names in wanted.items()
         }
-        return [{"name": name, "inputSchema": schema} for name, schema in schemas.items()]
+        gone = {self.flags.without, self.flags.broken}
+        tools: list[Any] = [{"name": n, "inputSchema": schema} for n, schema in schemas.items() if n not in gone]
+        if self.flags.broken:
+            tools += [{"name": self.flags.broken, "inputSchema": "nothing", "outputSchema": 7}, "no entry at all"]
+        return tools
 
     # -- the tickets
 

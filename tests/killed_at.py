@@ -119,19 +119,19 @@ def _lab(argv: list[str]) -> None:
     mine, theirs = parser.parse_known_args(argv)
     import lab
     from miniharness import signals
-    from miniharness.mcp import child, keyed
+    from miniharness.mcp import child, declared
 
     class Server(child.Child):
         def __init__(self, command: list[str], env: dict[str, str]) -> None:
             super().__init__([sys.executable, __file__, "serve", mine.server, *command[2:]], env)
 
-    class Tool(keyed.KeyedTool):
+    class Tool(declared.DeclaredTool):
         async def dispatch(self, key: Any, action: Any, epoch: int) -> Any:
             if mine.dispatch:
                 _perform(mine.dispatch, "engine", "the dispatch")
             return await super().dispatch(key, action, epoch)
 
-    child.Child, keyed.KeyedTool = Server, Tool  # type: ignore[misc]
+    child.Child, declared.DeclaredTool = Server, Tool  # type: ignore[misc]
     signals.hold()  # as the command does
     watch = _watched("engine", mine.engine)
     _end("engine", watch, lab.main(theirs))

@@ -122,7 +122,8 @@ def test_the_house_limits_hold() -> None:
     """Short files and functions: the whole can be read in one sitting."""
     lines = {p: len(p.read_text().splitlines()) for p in SOURCES}
     assert sum(n for p, n in lines.items() if p.parent == ROOT) < 900
-    assert sum(code_lines(p) for p in PACKAGE) < 2500
+    kernel = [p for p in PACKAGE if p.parent.name != "tools"]
+    assert sum(code_lines(p) for p in kernel) < 2500
     assert max(lines.values()) < 500
     functions = [
         (f"{path.name}:{node.name}", node.end_lineno - node.lineno + 1)

@@ -344,6 +344,35 @@ def test_what_an_absent_resource_means(
     assert (run.resource, run.looked == run.epoch) == (None, True)
 
 
+@pytest.mark.parametrize("forced", [False, True])
+def test_after_the_settling_time_nothing_can_land_any_more(forced: bool) -> None:
+    """The time runs from the attempt's end; a frozen sender that was replaced by force has none."""
+    tool = replace(contract(fences=False, deduplicates=False).tool, settles_after_s=60.0)
+    run = a_run(S.DISPATCHING, contract=replace(CONTRACT, tool=tool, deadline=None), last=Outcome.UNKNOWN, doubtful=1)
+    run = evolve(run, Event(E.CLAIMED, {"owner": "2-x", "forced": forced}, at=100_000))
+    assert next_step(run, True, 159.9) == LookUp(run.key, EPOCH + 1, settled=False)
+    assert next_step(run, True, 160) == LookUp(run.key, EPOCH + 1, settled=not forced)
+    early = evolve(run, event(E.LOOKED_UP))
+    assert (early.state, early.settles) == (S.RECONCILE_REQUIRED, not forced)
+    late = evolve(run, event(E.LOOKED_UP, settled=True))
+    assert (late.state, late.doubtful) == (S.RECONCILING, 0)
+
+
+@pytest.mark.parametrize("last", [o for o in Outcome if o is not Outcome.NONE])
+@pytest.mark.parametrize("deduplicates", [True, False])
+def test_what_nobody_can_look_up_is_repeated_only_where_that_is_harmless(last: Outcome, deduplicates: bool) -> None:
+    """An attempt without an answer may be repeated on a server that de-duplicates; an answer is never repeated."""
+    run = after_attempt(last.value, fences=False, deduplicates=deduplicates)
+    after = evolve(run, event(E.LOOKED_UP, unknown="no look-up"))
+    wanted = {
+        Outcome.RETURNED: S.RECONCILE_REQUIRED,
+        Outcome.UNKNOWN: S.RECONCILING if deduplicates else S.RECONCILE_REQUIRED,
+        Outcome.REFUSED: S.FAILED,
+        Outcome.UNSENT: S.RECONCILING,
+    }
+    assert after.state is wanted[last]
+
+
 @pytest.mark.parametrize("found", [GOAL, OTHER])
 @pytest.mark.parametrize("last", LAST)
 @pytest.mark.parametrize("tool", [tool for tools in TOOLS.values() for tool in tools])

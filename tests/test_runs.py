@@ -502,10 +502,11 @@ async def test_a_run_that_a_task_left_can_be_taken_up_by_the_same_process(runs: 
 # -- files of earlier versions -----------------------------------------------------------------------------------------
 
 
-def test_files_of_the_first_version_open_replay_and_keep_their_rows(tmp_path: Path) -> None:
-    """A journal and a ticket file written by schema 1 are read, proven and left finished by the present code."""
-    for name in ("runs", "tickets"):
-        shutil.copy(FIXTURES / f"{name}-1.sqlite", tmp_path / f"{name}.sqlite")
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_of_earlier_versions_open_replay_and_keep_their_rows(tmp_path: Path, version: int) -> None:
+    """A journal and a ticket file written by an older schema are read, proven and left finished by the present code."""
+    shutil.copy(FIXTURES / f"runs-{version}.sqlite", tmp_path / "runs.sqlite")
+    shutil.copy(FIXTURES / "tickets-1.sqlite", tmp_path / "tickets.sqlite")
     runs = Runs(tmp_path)
     run = runs.require(RUN)
     assert (run.state, run.dispatches_spent, run.contract.goal) == (State.SUCCEEDED, 1, GOAL)

@@ -31,7 +31,7 @@ from miniharness import database, faults
 from miniharness.engine import Answer, Json, Ports, drive
 from miniharness.errors import ContractMismatch, ToolUnavailable, UsageError
 from miniharness.machine import Outcome
-from miniharness.mcp.keyed import KeyedTool
+from miniharness.mcp.declared import DeclaredTool
 from miniharness.mcp.wire import EPOCH_META, TOKEN
 from store import Runs, Tickets
 
@@ -230,7 +230,7 @@ async def test_a_locked_store_is_an_error_of_its_own_kind(
         other.execute("begin immediate")
         code, message = refusal(await remote.create("a", epoch=1))
         assert (code, "locked" in message) == ("store", True)
-        assert code not in ticket_lab.tools().clean
+        assert not ticket_lab.tools().clean({"code": code})
         other.execute("rollback")
         other.close()
         assert remote.rows() == ([], [])
@@ -458,7 +458,7 @@ async def test_a_server_that_is_killed_after_its_commit_leaves_an_unknown_outcom
 class After:
     """The ticket tool around which something happens just before it is dispatched."""
 
-    def __init__(self, tool: KeyedTool, happens: Callable[[], Any]) -> None:
+    def __init__(self, tool: DeclaredTool, happens: Callable[[], Any]) -> None:
         self._tool = tool
         self._happens = happens
         self.connect = tool.connect
@@ -479,7 +479,7 @@ async def test_a_connection_refused_at_the_dispatch_is_known_to_be_unsent(web: H
     propose = partial(model.ask, provider=asked.provider, model=asked.model)
     kills = itertools.count()
     async with ticket_lab.session_for(web.state_dir, web.url) as session:
-        tool = After(KeyedTool(session, ticket_lab.tools()), lambda: (next(kills), web.stop()))
+        tool = After(DeclaredTool(session, ticket_lab.tools()), lambda: (next(kills), web.stop()))
         with pytest.raises(ToolUnavailable):
             await drive(runs, run, Ports(propose, tool), True)
     stored = runs.require(ticket_lab.RUN)

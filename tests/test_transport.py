@@ -36,6 +36,7 @@ from store import Runs
 
 FAKE = [sys.executable, "-S", str(Path(__file__).with_name("fake_server.py"))]
 SHORT = Limits(handshake_s=20, write_s=10, read_s=1, close_s=0.3)
+AUTHORIZED = {"Authorization": "Bearer token"}
 PATIENT = Limits(handshake_s=20, write_s=10, read_s=30, close_s=0.3)
 WELL_BEFORE_S = 10.0  # what is "at once" on a busy machine, against limits of 20 and 30 s
 
@@ -57,7 +58,7 @@ class Said(BaseModel):
 
 async def say(session: Session, tool: str, **arguments: str) -> str:
     """Call one of the fake server's own tools."""
-    return (await session.call(tool, arguments, Said, {})).text
+    return await session.call(tool, arguments, lambda result: Said.model_validate(result.structured_content).text, {})
 
 
 @asynccontextmanager
@@ -255,6 +256,7 @@ HANDSHAKES = {
     ),
     "no look-up": (["--without", "lookup_review_ticket"], "offers no tool lookup_review_ticket"),
     "no write": (["--without", "create_review_ticket"], "offers no tool create_review_ticket"),
+    "a broken write": (["--broken", "create_review_ticket"], "create_review_ticket is set aside: its entry breaks"),
     "an optional key": (["--optional-key"], "does not require operation_key"),
 }  # fmt: skip
 
@@ -277,6 +279,14 @@ async def test_a_failed_handshake_stops_with_75_and_loses_nothing(
     assert (report["state"], report["attempts"], world.tickets()) == ("succeeded", 1, ONE_TICKET)
     assert report["budget"]["model_requests"]["spent"] == 1
     assert report["events"][: len(stopped["events"])] == stopped["events"]
+
+
+@pytest.mark.parametrize("mode", ["legacy", pytest.param("auto", marks=pytest.mark.process)])
+async def test_a_broken_tool_loses_no_other(world: World, mode: str) -> None:
+    """T6: whatever stands in its entry, the tools beside it are used."""
+    era = "2025-11-25" if mode == "legacy" else "2026-07-28"
+    report = await world.execute("--broken", "another_tool", "--era", era, mode=mode)
+    assert (report["state"], world.tickets()) == ("succeeded", ONE_TICKET)
 
 
 async def test_a_command_that_does_not_exist_is_named_and_nothing_is_changed(world: World) -> None:
@@ -581,7 +591,7 @@ async def test_a_broken_http_answer_fails_its_own_call_as_sent_and_no_other(
     """A dropped, cut, endless or foreign answer leaves the other calls unharmed, and the error quotes none of it."""
     limits = Limits(read_s=20, reply_bytes=1_000_000)
     with rude_server("--batch", "3", "--era", era) as (url, _):
-        async with http_session(url, "token", limits) as session:
+        async with http_session(url, AUTHORIZED, limits) as session:
             assert (await session.connect({}))["protocol"] == era
             start = time.monotonic()
             async with unharmed(session):
@@ -595,7 +605,7 @@ async def test_a_broken_http_answer_fails_its_own_call_as_sent_and_no_other(
 async def test_a_lone_surrogate_over_http_fails_its_own_call_unsent_and_no_other() -> None:
     """What cannot be put into UTF-8 stays here, whatever the transport."""
     with rude_server("--batch", "3") as (url, _):
-        async with http_session(url, "token", PATIENT) as session:
+        async with http_session(url, AUTHORIZED, PATIENT) as session:
             await session.connect({})
             async with unharmed(session):
                 with pytest.raises(CallFailed, match="not Unicode") as failed:
@@ -607,7 +617,7 @@ async def test_a_refused_connection_is_a_clear_reason_and_not_a_cancellation() -
     """Nobody listens: the tool is unavailable, at once."""
     with socket.create_server(("127.0.0.1", 0)) as unused:
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/mcp"
-    async with http_session(url, "token", PATIENT) as session:
+    async with http_session(url, AUTHORIZED, PATIENT) as session:
         with pytest.raises(ToolUnavailable, match="nothing answers at http://"):
             await session.connect({})
 
@@ -616,7 +626,7 @@ async def test_a_refused_connection_is_a_clear_reason_and_not_a_cancellation() -
 async def test_a_call_to_an_http_server_that_went_down_was_not_sent(era: str) -> None:
     """A refused connection proves that no byte of the call arrived."""
     with rude_server("--era", era) as (url, stop):
-        async with http_session(url, "token", PATIENT) as session:
+        async with http_session(url, AUTHORIZED, PATIENT) as session:
             await session.connect({})
             with pytest.raises(CallFailed):
                 await say(session, "drop")

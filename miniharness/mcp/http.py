@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx2
 from mcp.client.streamable_http import streamable_http_client
 
+from miniharness.mcp.catalogue import mended
 from miniharness.mcp.wire import TOKEN, Limits, mark_fault, mark_sent
 
 _REFUSED = {
@@ -79,12 +80,36 @@ class _Bounded(httpx2.AsyncByteStream):
 
 
 @asynccontextmanager
-async def streams(url: str, token: str, limits: Limits) -> AsyncIterator[tuple[Any, Any]]:
-    """The read and write stream for the SDK's `Client`, to a running server, with `token` as bearer."""
+async def streams(url: str, headers: Mapping[str, str], limits: Limits) -> AsyncIterator[tuple[Any, Any]]:
+    """The read and write stream for the SDK's `Client`, to a running server, with `headers` on each request."""
     timeout = httpx2.Timeout(limits.write_s, read=limits.read_s)
-    headers = {"Authorization": f"Bearer {token}"}
     async with (
-        httpx2.AsyncClient(transport=_Contained(limits), headers=headers, timeout=timeout) as client,
+        httpx2.AsyncClient(transport=_Contained(limits), headers=dict(headers), timeout=timeout) as client,
         streamable_http_client(url, http_client=client, max_sse_event_size=limits.reply_bytes) as both,
     ):
-        yield both
+        yield _Mended(both[0]), both[1]
+
+
+class _Mended:
+    """The SDK's read stream, through which catalogues come mended."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    async def receive(self) -> Any:
+        return mended(await self._inner.receive())
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+    def __aiter__(self) -> _Mended:
+        return self
+
+    async def __anext__(self) -> Any:
+        return mended(await anext(self._inner))
+
+    async def __aenter__(self) -> _Mended:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()

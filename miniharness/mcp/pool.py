@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miniharness.errors import ToolUnavailable
-from miniharness.mcp.keyed import KeyedTool, Pair
+from miniharness.mcp.declared import Declaration, DeclaredTool
 from miniharness.mcp.session import Session
 
 DEATHS = 5
@@ -26,12 +26,12 @@ class Pool:
     got through with it ends the pool.
     """
 
-    def __init__(self, start: Callable[[], Session], pair: Pair, size: int) -> None:
+    def __init__(self, start: Callable[[], Session], declared: Declaration, size: int) -> None:
         self._start = start
-        self._pair = pair
+        self._declared = declared
         self._size = size
-        self._ready: asyncio.Queue[KeyedTool] = asyncio.Queue()
-        self._useful: set[KeyedTool] = set()
+        self._ready: asyncio.Queue[DeclaredTool] = asyncio.Queue()
+        self._useful: set[DeclaredTool] = set()
         self._exhausted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keepers: list[asyncio.Task[None]] = []
 
@@ -52,7 +52,7 @@ class Pool:
             useful = False
             try:
                 async with self._start() as session:
-                    tool = KeyedTool(session, self._pair)
+                    tool = DeclaredTool(session, self._declared)
                     await tool.connect()
                     self._ready.put_nowait(tool)
                     ending = await session.died()
@@ -65,7 +65,7 @@ class Pool:
         if not self._exhausted.done():
             self._exhausted.set_exception(PoolExhausted(f"the server ended {deaths} times in a row: {ending}"))
 
-    async def tool(self) -> KeyedTool:
+    async def tool(self) -> DeclaredTool:
         """A connected tool whose server lives; waits while there is none.
 
         Raises:
@@ -78,7 +78,7 @@ class Pool:
                 self._ready.put_nowait(tool)  # to the end of the queue; it takes many calls at once
                 return tool
 
-    async def _next(self) -> KeyedTool:
+    async def _next(self) -> DeclaredTool:
         getting = asyncio.ensure_future(self._ready.get())
         try:
             either: set[asyncio.Future[Any]] = {getting, self._exhausted}
@@ -89,6 +89,6 @@ class Pool:
         finally:
             getting.cancel()
 
-    def praise(self, tool: KeyedTool) -> None:
+    def praise(self, tool: DeclaredTool) -> None:
         """A run got through with `tool`: its server works."""
         self._useful.add(tool)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from miniharness.contract import canonical
 from miniharness.errors import OutcomeUnknown, ToolUnavailable
@@ -16,21 +16,23 @@ from miniharness.mcp.wire import CURRENT, Limits, Request
 
 if TYPE_CHECKING:
     from mcp import Client
+    from mcp.types import CallToolResult, Tool
 
 DEATH_S = 0.2
 SDK_TIMEOUT = -32001
 ACCEPTED = ("2025-11-25", "2026-07-28")
 
-Answer = TypeVar("Answer", bound=BaseModel)
+T = TypeVar("T")
 
 
 class CallFailed(OutcomeUnknown):
-    """The call gave no usable answer. `sent` tells whether it may have arrived, `error` is the tool's own
-    structured error, if it gave one."""
+    """The call gave no usable answer. `sent` tells whether it may have arrived, `late` whether it took too long,
+    `error` is the tool's own structured error, if it gave one."""
 
-    def __init__(self, message: str, *, sent: bool, error: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, message: str, *, sent: bool, late: bool = False, error: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
         self.sent = sent
+        self.late = late
         self.error = error or {}
 
     @property
@@ -53,6 +55,7 @@ class Session:
         self._stack = AsyncExitStack()
         self._client: Client | None = None
         self._info: dict[str, Any] | None = None
+        self.tools: dict[str, Tool] = {}  # what the server offers
 
     async def __aenter__(self) -> Session:
         return self
@@ -77,6 +80,11 @@ class Session:
                 async with asyncio.timeout(DEATH_S):
                     await self._child.died.wait()
         return self.dead
+
+    def end(self, why: str) -> None:
+        """Kill the server, if it is our own child."""
+        if self._child:
+            self._child.kill(why)
 
     async def died(self) -> str:
         """Wait for the end of the server, our own child, and return how it ended."""
@@ -119,24 +127,41 @@ class Session:
         version, server = self._client.protocol_version, self._client.server_info
         if version not in ACCEPTED:
             raise ToolUnavailable(f"the server speaks protocol {version}; accepted are {', '.join(ACCEPTED)}")
-        schemas: dict[str, dict[str, Any]] = {}
-        cursor = None
-        while True:
-            page = await self._client.list_tools(cursor=cursor)
-            schemas |= {tool.name: tool.input_schema for tool in page.tools}
-            if not (cursor := page.next_cursor):
-                break
+        await self._list_tools()
         for name, arguments in needs.items():
-            if name not in schemas:
-                raise ToolUnavailable(f"the server offers no tool {name}")
-            if missing := arguments - set(schemas[name].get("required", ())):
+            if missing := arguments - set(self.tool(name).input_schema.get("required", ())):
                 raise ToolUnavailable(f"the server's tool {name} does not require {', '.join(sorted(missing))}")
         return {"protocol": version, "server": server.name if server else None}
 
+    async def _list_tools(self) -> None:
+        """Take the catalogue, page by page."""
+        assert self._client is not None
+        cursor = None
+        while True:
+            page = await self._client.list_tools(cursor=cursor)
+            self.tools |= {tool.name: tool for tool in page.tools}
+            if not (cursor := page.next_cursor):
+                return
+
+    def tool(self, name: str) -> Tool:
+        """The entry of that tool in the catalogue.
+
+        Raises:
+            ToolUnavailable: there is none, or it is broken.
+        """
+        from miniharness.mcp.catalogue import BROKEN_META
+
+        found = self.tools.get(name)
+        if found is None:
+            raise ToolUnavailable(f"the server offers no tool {name}")
+        if reason := (found.meta or {}).get(BROKEN_META):
+            raise ToolUnavailable(f"the server's tool {name} is set aside: {reason}")
+        return found
+
     async def call(
-        self, name: str, arguments: Mapping[str, Any], answer: type[Answer], meta: Mapping[str, Any]
-    ) -> Answer:
-        """Call a tool once and return its structured content, checked against `answer`. Text is never read.
+        self, name: str, arguments: Mapping[str, Any], read: Callable[[CallToolResult], T], meta: Mapping[str, Any]
+    ) -> T:
+        """Call a tool once and return what `read` makes of its result, or why it cannot (`ValueError`).
 
         Raises:
             CallFailed: anything else that can happen, a tool error included.
@@ -161,7 +186,8 @@ class Session:
         except Exception as error:  # whatever it was: the effect may be there
             if self._child and self._child.output.at_eof():
                 await self.dies()  # it is the better reason
-            raise CallFailed(f"{name}: {request.fault or self._tell(error)}", sent=request.sent) from error
+            reason, late = request.fault or self._tell(error), _is_late(error)
+            raise CallFailed(f"{name}: {reason}", sent=request.sent, late=late) from error
         finally:
             CURRENT.reset(token)
         content = result.structured_content
@@ -170,11 +196,10 @@ class Session:
             reported = told if isinstance(told, dict) else {}
             raise CallFailed(f"{name}: the tool reported an error", sent=True, error=reported)
         try:
-            return answer.model_validate(content)
-        except ValidationError as error:
-            raise CallFailed(
-                f"{name}: the answer breaks its schema ({error.error_count()} faults)", sent=True
-            ) from error
+            return read(result)
+        except ValueError as error:
+            faults = f" ({error.error_count()} faults)" if isinstance(error, ValidationError) else ""
+            raise CallFailed(f"{name}: the answer breaks its schema{faults}", sent=True) from error
 
     def _tell(self, error: BaseException) -> str:
         """The innermost reason, in words that name no content."""
@@ -186,9 +211,13 @@ class Session:
             return f"the server is gone: {self._child.ending}"
         if isinstance(error, ValidationError):
             return f"the answer breaks the protocol ({error.error_count()} faults)"
-        if isinstance(error, TimeoutError) or getattr(error, "code", None) == SDK_TIMEOUT:
+        if _is_late(error):
             return f"no answer within {self._limits.read_s:g} s"
         return str(error).partition("\n")[0] or type(error).__name__  # what follows may quote content
+
+
+def _is_late(error: BaseException) -> bool:
+    return isinstance(error, TimeoutError) or getattr(error, "code", None) == SDK_TIMEOUT
 
 
 def stdio_session(child: Child, limits: Limits, mode: str = "auto") -> Session:
@@ -202,12 +231,12 @@ def stdio_session(child: Child, limits: Limits, mode: str = "auto") -> Session:
     return Session(transport, child, limits, mode)
 
 
-def http_session(url: str, token: str, limits: Limits, mode: str = "auto") -> Session:
+def http_session(url: str, headers: Mapping[str, str], limits: Limits, mode: str = "auto") -> Session:
     """A session with a running HTTP server."""
 
     def transport() -> AbstractAsyncContextManager[Any]:
         from miniharness.mcp.http import streams
 
-        return streams(url, token, limits)
+        return streams(url, headers, limits)
 
     return Session(transport, None, limits, mode)

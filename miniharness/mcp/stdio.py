@@ -19,6 +19,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from mcp.shared.message import SessionMessage
 from mcp.types import jsonrpc_message_adapter
 
+from miniharness.mcp import catalogue
 from miniharness.mcp.child import Child
 from miniharness.mcp.wire import Limits, mark_sent
 
@@ -131,7 +132,7 @@ async def _deliver(line: bytes, incoming: Incoming) -> None:
             message = jsonrpc_message_adapter.validate_python(_mended(json.loads(text)), by_name=False)
         except (ValueError, RecursionError):
             return
-    await incoming.send(SessionMessage(message))
+    await incoming.send(catalogue.mended(SessionMessage(message)))
 
 
 def _mended(value: Any) -> Any:

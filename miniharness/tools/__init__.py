@@ -1,0 +1,1 @@
+"""Any MCP server's tools: what is declared of them, and one durable call."""

@@ -1,0 +1,336 @@
+"""One durable call of any MCP tool: find it, check its arguments, and take it through the machine.
+
+Puts configuration, session and engine together as an application does; a tool declared as `read` goes straight.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jmespath
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+
+from miniharness.contract import Budget, Contract, Tool, canonical, digest
+from miniharness.engine import Json, Ports, drive
+from miniharness.errors import ContractMismatch, HarnessError, ToolUnavailable, UsageError
+from miniharness.machine import FINAL
+from miniharness.mcp.child import Child
+from miniharness.mcp.declared import Declaration, DeclaredTool, Query
+from miniharness.mcp.session import CallFailed, Session, http_session, stdio_session
+from miniharness.mcp.wire import Limits
+from miniharness.report import report
+from miniharness.runs import Runs, refuse_other
+from miniharness.tools import config
+from miniharness.tools.pins import Pins
+
+if TYPE_CHECKING:
+    from mcp.types import CallToolResult
+
+SERVERS_FOR_A_CALL = 3  # one, and two that replace it when it dies
+OPERATOR = "operator"  # who proposes: the person or program that typed the arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tool of a configured server, and what is declared of it."""
+
+    server: config.Server
+    name: str
+    declared: config.Tool
+
+    @property
+    def full_name(self) -> str:
+        """`SERVER.TOOL`."""
+        return f"{self.server.name}.{self.name}"
+
+    def contract(
+        self,
+        arguments: Mapping[str, Any],
+        expect: Mapping[str, Any] | None,
+        *,
+        budget: Budget | None,
+        deadline: float | None,
+        command: str,
+    ) -> Contract:
+        """The contract of a call with these arguments."""
+        goal = expect or _filled(self.declared.expect, lambda name: _argument(arguments, name)) or arguments
+        return Contract(
+            goal=dict(goal),
+            arguments=dict(arguments),
+            tool=Tool(
+                name=self.full_name,
+                resource=self.declared.resource,
+                server=self.server.identity,
+                fences=self.declared.fences,
+                deduplicates=self.declared.deduplicates,
+                settles_after_s=self.declared.settles_after,
+            ),
+            provider=OPERATOR,
+            model="none",
+            budget=budget or Budget(),
+            deadline=deadline,
+            command=command,
+        )
+
+
+def find(settings: config.Config, full_name: str) -> Target:
+    """The tool that `SERVER.TOOL` names.
+
+    Raises:
+        UsageError: the name or the server cannot be used.
+    """
+    server, dot, name = full_name.partition(".")
+    if not (server and dot and name):
+        raise UsageError(f"{full_name!a} must be SERVER.TOOL, with a server of {settings.folder / config.SERVERS}")
+    return Target(settings.server(server), name, settings.tool(server, name))
+
+
+def default_run(full_name: str, arguments: Mapping[str, Any]) -> str:
+    """The run of a call that names none: equal arguments are one operation."""
+    return f"call-{digest(canonical([full_name, arguments]))[:12]}"
+
+
+async def call(
+    runs: Runs,
+    settings: config.Config,
+    full_name: str | None,
+    arguments: Mapping[str, Any] | None,
+    *,
+    run: str | None = None,
+    expect: Mapping[str, Any] | None = None,
+    permit: bool = False,
+    take_over: bool = False,
+    budget: Budget | None = None,
+    deadline: float | None = None,
+) -> dict[str, Any]:
+    """Take one call as far as it goes and return its report; a tool that only reads is asked at once.
+
+    A stored run goes on with what it was opened with; whatever is given must agree with that.
+
+    Raises:
+        UsageError, ContractMismatch: the call is wrong; nothing was changed.
+        StoreError: the journal cannot be used.
+    """
+    stored = runs.get(run) if run else None
+    if stored is None and (full_name is None or arguments is None):
+        raise UsageError(f"there is no run {run!a} yet; a new call needs SERVER.TOOL and --args")
+    was = stored.contract if stored else None
+    target = find(settings, full_name or (was.tool.name if was else ""))
+    arguments = arguments if arguments is not None else (was.action if was else {})
+    if target.declared.key and target.declared.key in arguments:
+        raise UsageError(f"--args: {target.declared.key} carries the operation key, which is filled in by the engine")
+    if target.declared.recovery == "read":
+        return await _read(runs.folder, target, arguments)
+    contract = target.contract(
+        arguments,
+        expect or (was.goal if was else None),
+        budget=budget or (was.budget if was else None),
+        deadline=deadline if deadline is not None or was is None else was.deadline,
+        command=_command(settings.folder),
+    )
+    run_id = run or default_run(target.full_name, arguments)
+    return await _write(runs, run_id, target, contract, permit=permit, take_over=take_over)
+
+
+def _command(folder: Path) -> str:
+    config_option = "" if folder.resolve() == Path.cwd() else f" --config {shlex.quote(str(folder))}"
+    return f"python -m miniharness call{config_option}"
+
+
+async def _write(
+    runs: Runs, run_id: str, target: Target, contract: Contract, *, permit: bool, take_over: bool
+) -> dict[str, Any]:
+    stored = runs.get(run_id)
+    if stored and stored.state in FINAL:
+        refuse_other(stored, contract)
+        return report(runs, run_id)
+    stopped = None
+    try:
+        for servers in range(1, SERVERS_FOR_A_CALL + 1):
+            async with session_for(target.server, target.declared.timeout) as session:
+                try:
+                    declared = await prepare(runs.folder, session, target, contract)
+                    run = await runs.open(run_id, contract, take_over)
+                    if run.state not in FINAL:
+                        await drive(runs, run, Ports(_proposing(contract), DeclaredTool(session, declared)), permit)
+                    break
+                except ToolUnavailable:  # where our own server died, the run goes on with the next: it looks up first
+                    if servers == SERVERS_FOR_A_CALL or not await session.dies():
+                        raise
+    except (UsageError, ContractMismatch):
+        raise
+    except HarnessError as error:
+        stopped = error
+    return report(runs, run_id, stopped, permit=permit)
+
+
+def _proposing(contract: Contract) -> Callable[[Json], Any]:
+    async def propose(goal: Json) -> tuple[Json, Json]:
+        return contract.action, {}
+
+    return propose
+
+
+async def _read(folder: Path, target: Target, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    async with session_for(target.server, target.declared.timeout) as session:
+        contract = target.contract(arguments, None, budget=None, deadline=None, command="")
+        declared = await prepare(folder, session, target, contract)
+        try:
+            result = await session.call(
+                target.name, declared.arguments("", arguments), _whole(session, target.name), {}
+            )
+        except CallFailed as error:
+            raise ToolUnavailable(f"{target.full_name}: {error.reason}") from error
+    return {"tool": target.full_name, "result": result}
+
+
+@asynccontextmanager
+async def session_for(server: config.Server, timeout_s: float) -> AsyncIterator[Session]:
+    """An open session with that server."""
+    limits = Limits(read_s=timeout_s)
+    if server.url:
+        made = http_session(server.url, server.headers, limits)
+    else:
+        made = stdio_session(Child(server.command, server.env), limits, "legacy")  # some hang on a newer greeting
+    async with made as session:
+        yield session
+
+
+async def prepare(folder: Path, session: Session, target: Target, contract: Contract) -> Declaration:
+    """Connect, and check that the tools are there as they were accepted and take these arguments.
+
+    Raises:
+        ToolUnavailable: they are not there, or have changed.
+        UsageError: the arguments break the tool's schema.
+    """
+    declared = target.declared
+    names = [target.name] + ([declared.look_up.tool] if declared.look_up else [])
+    await session.connect({name: frozenset() for name in names})
+    accept = f"python -m miniharness --state-dir {shlex.quote(str(folder))} accept"
+    with closing(Pins(folder)) as pins:
+        for name in names:
+            full = f"{target.server.name}.{name}"
+            pins.check(full, definition(session, name), f"{accept} {full}")
+    schema = session.tool(target.name).input_schema
+    if declared.key and declared.key not in schema.get("properties", {}):
+        raise ToolUnavailable(f"{target.full_name} has no argument {declared.key!a} for the operation key")
+    made = declaration(target, contract, _whole(session, target.name))
+    _check_arguments(schema, made.arguments("key", contract.action), target.full_name)
+    return made
+
+
+async def describe(target: Target) -> dict[str, Any]:
+    """What the server says of the tool now.
+
+    Raises:
+        ToolUnavailable: it cannot be asked.
+    """
+    async with session_for(target.server, target.declared.timeout) as session:
+        await session.connect({target.name: frozenset()})
+        return definition(session, target.name)
+
+
+def definition(session: Session, name: str) -> dict[str, Any]:
+    """What of a tool a person accepts: everything that it says of itself."""
+    return session.tool(name).model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _check_arguments(schema: Mapping[str, Any], arguments: Json, name: str) -> None:
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise ToolUnavailable(f"{name} is set aside: its input schema is broken: {error.message[:200]}") from error
+    if faults := sorted(Draft202012Validator(schema).iter_errors(arguments), key=lambda e: e.json_path):
+        told = "; ".join(f"{fault.json_path}: {fault.message[:200]}" for fault in faults[:5])
+        raise UsageError(f"--args do not fit {name}: {told}")
+
+
+def declaration(target: Target, contract: Contract, whole: Callable[[CallToolResult], Any]) -> Declaration:
+    """The declared tool for the engine, for the one run of `contract`."""
+    declared, action = target.declared, contract.action
+
+    def arguments(key: str, given: Json) -> Json:
+        return {**given, declared.key: key} if declared.key else given
+
+    return Declaration(
+        tool=target.name,
+        arguments=arguments,
+        look_up=_query(declared.look_up, action, frozenset(contract.goal)) if declared.look_up else None,
+        needs={},
+        clean=lambda error: any(_is_clean(known, error) for known in declared.clean_errors),
+        read=whole,
+        fences=declared.fences,
+    )
+
+
+def _query(look_up: config.LookUp, action: Json, compared: frozenset[str]) -> Query:
+    def arguments(key: str) -> Json:
+        filled: Json = _filled(look_up.arguments, lambda name: key if name == "key" else _argument(action, name))
+        return filled
+
+    def read(key: str, result: CallToolResult) -> Json | None:
+        def search(expression: str, value: Any) -> Any:
+            known = config.with_literals(expression, lambda name: key if name == "key" else _argument(action, name))
+            return jmespath.search(known, value)
+
+        found = search(look_up.found, _content(result, look_up.reads))
+        if found in (None, False, "", [], {}):  # what JMESPath itself holds for false
+            return None
+        fields = search(look_up.fields, found)
+        if not isinstance(fields, dict):
+            raise ValueError("the look-up's fields are no object")
+        named = search(look_up.id, found) if isinstance(found, dict) else None
+        return {"id": named, "action": {field: fields[field] for field in fields.keys() & compared}}
+
+    return Query(look_up.tool, arguments, read)
+
+
+def _argument(arguments: Json, name: str) -> Any:
+    return arguments.get(name.removeprefix("args."))
+
+
+def _filled(value: Any, fill: Callable[[str], Any]) -> Any:
+    """`value` with `$key` and `$args.NAME` filled in; a text that is nothing else becomes the very value."""
+    if isinstance(value, str):
+        if whole := config.REFERENCE.fullmatch(value):
+            return fill(whole[1])
+        return config.REFERENCE.sub(lambda m: str(fill(m[1])), value)
+    if isinstance(value, list):
+        return [_filled(item, fill) for item in value]
+    return {k: _filled(item, fill) for k, item in value.items()} if isinstance(value, dict) else value
+
+
+def _content(result: CallToolResult, reads: str) -> Any:
+    if reads == "structured":
+        return result.structured_content
+    text = "".join(getattr(block, "text", "") for block in result.content)
+    return json.loads(text) if reads == "json" else text
+
+
+def _whole(session: Session, name: str) -> Callable[[CallToolResult], Any]:
+    """Reads an answer of that tool; one that breaks the tool's own output schema is not whole."""
+    schema = session.tool(name).output_schema
+    validator = Draft202012Validator(schema) if schema else None
+
+    def read(result: CallToolResult) -> Any:
+        if validator and not validator.is_valid(result.structured_content):
+            raise ValueError("the structured content breaks the tool's output schema")
+        content = result.structured_content
+        return content if content is not None else _content(result, "text")
+
+    return read
+
+
+def _is_clean(known: str | config.CleanError, error: Json) -> bool:
+    code, message = error.get("code"), error.get("message")
+    if isinstance(known, str) or known.code:
+        return code == (known if isinstance(known, str) else known.code)
+    return isinstance(message, str) and bool(re.search(known.message or "", message))

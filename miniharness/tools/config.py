@@ -1,0 +1,285 @@
+"""What the operator declares: where the servers are (`.mcp.json`), and what MCP cannot say of a tool (`harness.toml`).
+
+Reads files and the environment; knows no session and no run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jmespath
+from jmespath.exceptions import JMESPathError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from miniharness.contract import canonical, digest
+from miniharness.errors import UsageError
+
+SERVERS, TOOLS = ".mcp.json", "harness.toml"
+RESERVED = {"run", "state", "reason", "certain", "attempts", "budget", "proposal", "metadata", "events", "next"}
+RESERVED |= {"interrupted", "line"}
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+REFERENCE = re.compile(r"\$(key|args\.([A-Za-z_][A-Za-z0-9_]*))")
+
+
+def with_literals(expression: str, value: Callable[[str], Any]) -> str:
+    """A JMESPath expression in which `$key` and `$args.NAME` are replaced by what `value` returns for them."""
+    return REFERENCE.sub(lambda m: "`" + json.dumps(value(m[1])).replace("`", "\\`") + "`", expression)
+
+
+def _expression(text: str) -> str:
+    try:
+        jmespath.compile(with_literals(text, lambda name: ""))
+    except JMESPathError as error:
+        raise ValueError(f"is not a JMESPath expression: {str(error).splitlines()[0]}") from None
+    return text
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"is not a regular expression: {error}") from None
+    return text
+
+
+def _noun(text: str) -> str:
+    if text in RESERVED or not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", text):
+        raise ValueError(
+            f"must be 1 to 32 of a-z 0-9 _, begin with a letter, and be none of {', '.join(sorted(RESERVED))}"
+        )
+    return text
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class LookUp(_Strict):
+    """The query that tells whether the resource is there.
+
+    In `arguments` and in the expressions `$key` is the operation key, `$args.NAME` an argument of the write.
+    """
+
+    tool: str
+    arguments: dict[str, Any] = {}
+    reads: Literal["structured", "text", "json"] = "structured"
+    """What of the answer: its structured content, its text, or the JSON in its text."""
+    found: Annotated[str, AfterValidator(_expression)] = "@"
+    """JMESPath over it: the resource, or something empty or false when it is absent."""
+    fields: Annotated[str, AfterValidator(_expression)] = "@"
+    """JMESPath over the resource: the object whose fields are compared with the goal."""
+    id: Annotated[str, AfterValidator(_expression)] = "id"
+    """JMESPath over the resource: what names it, for people."""
+
+
+class CleanError(_Strict):
+    """A tool error that certainly changed nothing, told by the code or by the message of the structured error."""
+
+    code: str | None = None
+    message: Annotated[str, AfterValidator(_pattern)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> CleanError:
+        if (self.code is None) == (self.message is None):
+            raise ValueError("needs either code or message, a regular expression")
+        return self
+
+
+class Tool(_Strict):
+    """What the operator knows of a tool. A tool that is not declared is `manual`."""
+
+    recovery: Literal["read", "idempotent", "keyed", "lookup", "manual"]
+    """`read`: it changes nothing. `idempotent`: a second call with equal arguments has no second effect. `keyed`: the
+    server de-duplicates on a key. `lookup`: only the query tells. `manual`: nobody can tell."""
+    key: str | None = None
+    """The argument that carries the operation key; the engine fills it, nobody else."""
+    look_up: LookUp | None = None
+    fences: bool = False
+    """A look-up that carries a higher `io.github.miniharness/epoch` makes the server refuse every older write."""
+    settles_after: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Seconds after which a write that was sent can no longer land; with it an absent becomes conclusive in the end."""
+    clean_errors: list[str | CleanError] = []
+    """Errors that certainly changed nothing: codes, or `{ message = "regular expression" }`. Every other is unknown."""
+    expect: dict[str, Any] | None = None
+    """The goal of a call without `--expect`; `$args.NAME` as in `look_up`. Default: the arguments."""
+    timeout: float = Field(default=30.0, gt=0, le=3600, allow_inf_nan=False)
+    """Seconds for one call. A write that took longer is unknown, not failed."""
+    resource: Annotated[str, AfterValidator(_noun)] = "resource"
+    """What one operation makes, in one word; the last part of the operation key."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Tool:
+        if self.recovery == "keyed" and not (self.key and self.look_up):
+            raise ValueError('recovery = "keyed" needs key, the argument for the operation key, and look_up')
+        if self.recovery == "lookup" and not self.look_up:
+            raise ValueError('recovery = "lookup" needs look_up')
+        if self.recovery in ("read", "manual") and (self.look_up or self.key or self.fences):
+            raise ValueError(f'recovery = "{self.recovery}" takes no key, look_up or fences')
+        if self.fences and not self.look_up:
+            raise ValueError("fences needs look_up: a look-up raises the fence")
+        return self
+
+    @property
+    def deduplicates(self) -> bool:
+        """Whether a second call has no second effect."""
+        return self.recovery in ("keyed", "idempotent")
+
+
+class Harness(_Strict):
+    """The file `harness.toml`: `[tools.SERVER.TOOL]` for each tool of which something is known."""
+
+    tools: dict[str, dict[str, Tool]] = {}
+
+
+MANUAL = Tool(recovery="manual")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One entry of `.mcp.json`, its variables filled in; `problem` says why it cannot be used."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    url: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    digest: str = ""  # of the entry as it is written, without what the variables hold
+    problem: str = ""
+
+    @property
+    def identity(self) -> str:
+        """Names where the writes go, for the contract."""
+        return f"{self.name}@{self.digest[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Servers and tools as both files of a folder have them."""
+
+    folder: Path
+    servers: Mapping[str, Server]
+    tools: Mapping[str, Mapping[str, Tool]]
+
+    def server(self, name: str) -> Server:
+        """The server of that name.
+
+        Raises:
+            UsageError: there is none, or it cannot be used.
+        """
+        if name not in self.servers:
+            known = ", ".join(sorted(self.servers)) or "none"
+            raise UsageError(f"{self.folder / SERVERS} has no server {name!a}; it has: {known}")
+        server = self.servers[name]
+        if server.problem:
+            raise UsageError(f"{self.folder / SERVERS}: mcpServers.{name}: {server.problem}")
+        return server
+
+    def tool(self, server: str, name: str) -> Tool:
+        """What is declared of the tool; an undeclared one is manual."""
+        return self.tools.get(server, {}).get(name, MANUAL)
+
+
+def load(folder: Path) -> Config:
+    """Read both files of `folder`; either may be missing.
+
+    Raises:
+        UsageError: a file is not what it should be; names file, line and field.
+    """
+    servers, tools = _load_servers(folder / SERVERS), _load_tools(folder / TOOLS)
+    return Config(folder, servers, tools)
+
+
+def _load_tools(path: Path) -> dict[str, dict[str, Tool]]:
+    text = _text(path)
+    try:
+        return Harness.model_validate(tomllib.loads(text)).tools
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: {error}") from None
+    except ValidationError as error:
+        faults = [f"{path}:{_line(text, e['loc'])}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise UsageError("\n".join(faults)) from None
+
+
+def _line(text: str, location: tuple[int | str, ...]) -> int:
+    """The line of the table or key that is nearest to `location`."""
+    best, depth = 1, 0
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.fullmatch(r"\s*\[([^\[\]]+)\]\s*(#.*)?", line):
+            table = tuple(part.strip().strip("\"'") for part in header[1].split("."))
+            path: tuple[str, ...] = table
+        elif key := re.match(r"\s*([A-Za-z0-9_\"'-]+)\s*=", line):
+            path = (*table, key[1].strip("\"'"))
+        else:
+            continue
+        if len(path) > depth and path == tuple(map(str, location[: len(path)])):
+            best, depth = number, len(path)
+    return best
+
+
+def _load_servers(path: Path) -> dict[str, Server]:
+    text = _text(path)
+    try:
+        plain = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path}:{error.lineno}: it is not JSON: {error.msg}") from None
+    entries = plain.get("mcpServers", {}) if isinstance(plain, dict) else None
+    if not isinstance(entries, dict):
+        raise UsageError(f'{path}: it must be an object like {{"mcpServers": {{"name": {{"command": "..."}}}}}}')
+    return {name: _server(name, entry) for name, entry in entries.items()}
+
+
+def _server(name: str, entry: Any) -> Server:
+    """One entry; what is wrong with it sets this server aside and no other."""
+    if not isinstance(entry, dict):
+        return Server(name, problem="it must be an object")
+    kind = entry.get("type", "stdio")
+    missing: set[str] = set()
+    filled = _expanded({k: entry[k] for k in ("command", "args", "env", "url", "headers") if k in entry}, missing)
+    told = partial(Server, name, digest=digest(canonical(entry)))
+    if kind not in ("stdio", "http", "streamable-http"):
+        return told(problem=f"its type {kind!a} is not supported; supported are stdio and http")
+    if missing:
+        return told(problem=f"the environment has no {', '.join(sorted(missing))}")
+    command, args, env = filled.get("command", ""), filled.get("args", []), filled.get("env", {})
+    url, headers = filled.get("url", ""), filled.get("headers", {})
+    texts = [command, url, *(args if isinstance(args, list) else [0])]
+    texts += [*env.values(), *headers.values()] if isinstance(env, dict) and isinstance(headers, dict) else [0]
+    if not all(isinstance(text, str) for text in texts):
+        return told(problem="command and url must be text, args a list of text, env and headers text by name")
+    if kind == "stdio":
+        return told(command=(command, *args), env=env, problem="" if command else "it has no command")
+    return told(url=url, headers=headers, problem="" if url else "it has no url")
+
+
+def _expanded(value: Any, missing: set[str]) -> Any:
+    """`value` with `${VAR}` and `${VAR:-default}` filled in everywhere; names without a value go to `missing`."""
+    if isinstance(value, str):
+        return VARIABLE.sub(lambda found: _variable(found, missing), value)
+    if isinstance(value, list):
+        return [_expanded(item, missing) for item in value]
+    return {k: _expanded(item, missing) for k, item in value.items()} if isinstance(value, dict) else value
+
+
+def _variable(found: re.Match[str], missing: set[str]) -> str:
+    name, default = found.groups()
+    if name not in os.environ and default is None:
+        missing.add(name)
+    return os.environ.get(name) or default or ""
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: it cannot be read: {error}") from None

@@ -1,0 +1,107 @@
+"""A tool server as somebody else may have written it: notes in a text file, no fences, no help with recovery.
+
+    notes_server.py FILE [FATE]
+
+With a fate the first write that arrives ends badly, once: `before` and `after` kill the process around the effect,
+`slow` takes effect two seconds later, `error` answers with an error although the note is there, `refuse` with one
+that did nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from mcp.server import MCPServer
+from mcp.types import CallToolResult, TextContent
+from pydantic import BaseModel
+
+FILE = Path(sys.argv[1])
+FATE = sys.argv[2] if len(sys.argv) > 2 else ""
+MET = FILE.with_name("met")  # the fate
+
+server = MCPServer("notes", log_level="WARNING")
+
+
+class Note(BaseModel):
+    """A note."""
+
+    number: int
+    title: str
+    tag: str
+    key: str
+
+
+class Notes(BaseModel):
+    """All of them."""
+
+    notes: list[Note]
+
+
+def notes() -> list[Note]:
+    if not FILE.exists():
+        return []
+    return [Note(number=n, **json.loads(line)) for n, line in enumerate(FILE.read_text().splitlines(), start=1)]
+
+
+def fate(*names: str) -> bool:
+    if FATE not in names or MET.exists():
+        return False
+    MET.touch()
+    return True
+
+
+def write(title: str, tag: str, key: str) -> None:
+    if fate("before"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if FATE == "slow" and fate("slow"):
+        time.sleep(2)
+    with FILE.open("a") as file:
+        file.write(json.dumps({"title": title, "tag": tag, "key": key}) + "\n")
+    if fate("after"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failed(code: str, message: str) -> CallToolResult:
+    content = {"error": {"code": code, "message": message}}
+    return CallToolResult(content=[TextContent(type="text", text=message)], structured_content=content, is_error=True)
+
+
+@server.tool()
+def add(title: str, tag: str = "") -> Annotated[CallToolResult, dict[str, Any]]:
+    """Add a note."""
+    if fate("refuse"):
+        return failed("quota", "the quota is used up")
+    write(title, tag, "")
+    if fate("error"):
+        return failed("internal", "something went wrong")
+    return CallToolResult(content=[TextContent(type="text", text=f"added {title}")], structured_content={})
+
+
+@server.tool()
+def put(idempotency_key: str, title: str) -> str:
+    """Add a note, once for each key."""
+    if not any(note.key == idempotency_key for note in notes()):
+        write(title, "", idempotency_key)
+    return "done"
+
+
+@server.tool()
+def all_notes() -> Notes:
+    """Return all notes."""
+    return Notes(notes=notes())
+
+
+@server.tool()
+def text_notes() -> str:
+    """Return all notes as text."""
+    return "\n".join(f"{note.number}: {note.title}" for note in notes())
+
+
+if __name__ == "__main__":
+    server.run()

@@ -1,0 +1,241 @@
+"""One durable call of a tool that nobody here wrote, by its recovery class; the world is the server's own file."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import GOAL, Lab
+from forked import ROOT
+
+pytestmark = pytest.mark.process
+
+LOOK_UP = """look_up = { tool = "all_notes", found = "notes[?title == $args.title] | [0]", id = "number" }"""
+TEXT = """\
+[tools.notes.add.look_up]
+tool = "text_notes"
+reads = "text"
+found = "contains(@, $args.title) && @"
+fields = "{title: $args.title}"
+"""
+ADD = '[tools.notes.add]\nrecovery = "{}"\n'
+PUT = """\
+[tools.notes.put]
+recovery = "keyed"
+key = "idempotency_key"
+look_up = { tool = "all_notes", found = "notes[?key == $key] | [0]", id = "number" }
+"""
+
+
+class Place:
+    """A folder with both files, a notes server with a fate, and a state folder."""
+
+    def __init__(self, folder: Path, declared: str, fate: str = "") -> None:
+        self.folder = folder
+        self.file = folder / "notes.txt"
+        self.declare(declared)
+        self.serve(fate)
+
+    def declare(self, declared: str) -> None:
+        (self.folder / "harness.toml").write_text(declared)
+
+    def serve(self, fate: str, **entry: Any) -> None:
+        argv = [str(ROOT / "tests" / "notes_server.py"), str(self.file), fate]
+        servers = {"notes": {"command": sys.executable, "args": argv} | entry}
+        (self.folder / ".mcp.json").write_text(json.dumps({"mcpServers": servers}))
+
+    def command(self, *words: str) -> tuple[int, str, str]:
+        done = Lab(self.folder / "state").operate(*words)
+        return done.returncode, done.stdout, done.stderr
+
+    def call(self, *words: str, tool: str = "notes.add", title: str = "hello") -> dict[str, Any]:
+        args = () if "--run" in words else (tool, "--args", json.dumps({"title": title}))
+        code, out, err = self.command("call", *args, *words, "--config", str(self.folder), "--json")
+        assert out, err
+        return json.loads(out) | {"code": code}
+
+    def titles(self) -> list[str]:
+        if not self.file.exists():
+            return []
+        return [json.loads(line)["title"] for line in self.file.read_text().splitlines()]
+
+
+def test_a_call_without_a_permit_writes_nothing_and_says_how_to_go_on(tmp_path: Path) -> None:
+    """The printed command, typed as it is, does it; a third time it is only read."""
+    place = Place(tmp_path, ADD.format("lookup") + LOOK_UP)
+    first = place.call()
+    assert (first["state"], first["code"], place.titles()) == ("waiting_execution", 0, [])
+    words = first["next"]["command"].split()
+    assert words[:4] == ["python", "-m", "miniharness", "call"]
+    assert words[4:8] == ["--config", str(tmp_path), "--state-dir", str(tmp_path / "state")]
+    code, out, err = place.command("call", *words[4:6], *words[8:], "--json")
+    assert (code, json.loads(out)["state"], place.titles()) == (0, "succeeded", ["hello"]), err
+    again = place.call("--execute")
+    assert (again["run"], again["state"], again["attempts"]) == (first["run"], "succeeded", 1)
+    assert place.titles() == ["hello"]
+
+
+@pytest.mark.parametrize("fate", ["before", "after", "error"])
+@pytest.mark.parametrize("look_up", [LOOK_UP, TEXT], ids=["structured", "text"])
+def test_what_can_be_looked_up_is_never_written_twice(tmp_path: Path, fate: str, look_up: str) -> None:
+    """The server dies before or after the effect, or denies it: one command, one note, or a person is asked.
+
+    A server without a fence leaves one doubt: a write that is not there may still land.
+    """
+    place = Place(tmp_path, ADD.format("lookup") + look_up, fate)
+    result = place.call("--execute")
+    if fate == "before":
+        assert (result["state"], result["code"], place.titles()) == ("reconcile_required", 3, [])
+        assert "may still take effect" in result["reason"]
+    else:
+        assert (result["state"], result["code"], place.titles()) == ("succeeded", 0, ["hello"])
+    assert result["attempts"] == 1
+
+
+def test_after_the_settling_time_an_absent_is_final(tmp_path: Path) -> None:
+    """The same command, later, may write again; before that time it only looks."""
+    place = Place(tmp_path, ADD.format("lookup") + LOOK_UP + "\nsettles_after = 4", "before")
+    first = place.call("--execute")
+    assert (first["state"], first["next"]["action"], place.titles()) == ("reconcile_required", "wait", [])
+    time.sleep(4)
+    second = place.call("--execute")
+    assert (second["state"], second["attempts"], place.titles()) == ("succeeded", 2, ["hello"])
+
+
+@pytest.mark.parametrize("fate", ["before", "after"])
+def test_a_keyed_write_is_sent_again_under_its_key(tmp_path: Path, fate: str) -> None:
+    """The engine fills the key and the server de-duplicates: one note, whenever the server died."""
+    place = Place(tmp_path, PUT, fate)
+    result = place.call("--execute", tool="notes.put")
+    assert (result["state"], place.titles()) == ("succeeded", ["hello"]), result
+    assert result["attempts"] == (2 if fate == "before" else 1)
+
+
+@pytest.mark.parametrize(("fate", "written"), [("", 1), ("before", 0), ("after", 1)])
+def test_an_undeclared_tool_is_manual_and_is_sent_once(tmp_path: Path, fate: str, written: int) -> None:
+    """Nobody can look: whatever it answered, a person settles it, and never a second write."""
+    place = Place(tmp_path, "", fate)
+    result = place.call("--execute")
+    assert (result["state"], result["code"], len(place.titles())) == ("reconcile_required", 3, written)
+    assert place.call("--execute")["attempts"] == 1
+    code, out, _ = place.command("settle", result["run"], "--as", "succeeded", "--by", "me", "--why", "I looked")
+    assert (code, "succeeded" in out, len(place.titles())) == (0, True, written)
+
+
+def test_an_idempotent_write_is_repeated_only_while_nobody_answered(tmp_path: Path) -> None:
+    """It died before its answer: sent again. It answered: a person may settle it, for nobody can look."""
+    place = Place(tmp_path, ADD.format("idempotent"), "before")
+    result = place.call("--execute")
+    assert (result["state"], result["attempts"], place.titles()) == ("reconcile_required", 2, ["hello"])
+    assert result["reason"] == "the tool answered, and nobody can look up what is there"
+
+
+def test_only_a_declared_error_is_a_clean_refusal(tmp_path: Path) -> None:
+    """Undeclared it is unknown; declared, by code or message, the run fails with the tool's reason."""
+    for number, clean in enumerate(("", 'clean_errors = ["quota"]', 'clean_errors = [{ message = "used up$" }]')):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        place = Place(folder, f"{ADD.format('lookup')}{LOOK_UP}\n{clean}\n", "refuse")
+        result = place.call("--execute")
+        wanted = ("failed", "the tool refused the write: the quota is used up") if clean else ("reconcile_required",)
+        assert (result["state"], result["reason"])[: len(wanted)] == wanted
+        assert place.titles() == []
+
+
+def test_a_write_that_took_too_long_is_unknown_and_cannot_land_later(tmp_path: Path) -> None:
+    """T4: our own server is ended, another one is asked what is there, and nothing appears afterwards."""
+    place = Place(tmp_path, ADD.format("lookup") + LOOK_UP + "\ntimeout = 1", "slow")
+    result = place.call("--execute")
+    assert (result["state"], result["attempts"]) == ("reconcile_required", 1)
+    time.sleep(2.5)
+    assert place.titles() == []
+
+
+def test_the_goal_is_what_the_resource_is_compared_with(tmp_path: Path) -> None:
+    """`--expect`, then `expect` of the declaration, then the arguments; what it does not name is not compared."""
+    place = Place(tmp_path, ADD.format("lookup") + LOOK_UP)
+    wrong = place.call("--execute", "--expect", '{"title": "hello", "tag": "urgent"}')
+    assert (wrong["state"], wrong["code"]) == ("failed", 1)
+    assert wrong["reason"] == 'the resource differs from the goal: tag is "", wanted "urgent"'
+    place.declare(ADD.format("lookup") + LOOK_UP + '\nexpect = { title = "$args.title", tag = "" }')
+    assert place.call("--execute", title="second")["state"] == "succeeded"
+
+
+def test_arguments_are_checked_before_anything_is_opened(tmp_path: Path) -> None:
+    """By the tool's own schema; the key belongs to the engine; each message names the field."""
+    place = Place(tmp_path, PUT + ADD.format("lookup") + LOOK_UP)
+    for args, told in (
+        ('{"title": 7}', "$.title: 7 is not of type 'string'"),
+        ("{}", "'title' is a required property"),
+        ("[]", "--args must be a JSON object"),
+        ("{", "--args is not JSON"),
+    ):
+        code, out, err = place.command("call", "notes.add", "--args", args, "--config", str(tmp_path))
+        assert (code, out, told in err) == (2, "", True), err
+    words = ("call", "notes.put", "--args", '{"title": "t", "idempotency_key": "mine"}', "--config", str(tmp_path))
+    code, _, err = place.command(*words)
+    assert (code, "filled in by the engine" in err) == (2, True), err
+    code, out, _ = place.command("runs", "--json")
+    assert out == ""
+
+
+def test_a_changed_tool_is_set_aside_until_it_is_accepted(tmp_path: Path) -> None:
+    """T2: another description is shown, and nothing is sent before a person accepted it."""
+    place = Place(tmp_path, ADD.format("lookup") + LOOK_UP)
+    assert place.call()["state"] == "waiting_execution"
+    with sqlite3.connect(tmp_path / "state" / "tools.sqlite") as pins:
+        pins.execute("update pins set definition = replace(definition, 'Add a note', 'Add two notes')")
+    result = place.call("--execute")
+    assert (result["code"], result["interrupted"]["error"], place.titles()) == (75, "ToolUnavailable", [])
+    assert "accept notes.add" in result["interrupted"]["message"]
+    code, out, _ = place.command("accept", "notes.add", "--config", str(tmp_path))
+    assert (code, '+  "description": "Add a note."' in out) == (0, True), out
+    assert place.call("--execute")["state"] == "succeeded"
+
+
+def test_a_tool_that_only_reads_goes_straight(tmp_path: Path) -> None:
+    """No run, no permit: the answer is printed."""
+    place = Place(tmp_path, PUT + '[tools.notes.all_notes]\nrecovery = "read"\n')
+    place.call("--execute", tool="notes.put")
+    code, out, _ = place.command("call", "notes.all_notes", "--args", "{}", "--config", str(tmp_path))
+    assert (code, [note["title"] for note in json.loads(out)["notes"]]) == (0, ["hello"])
+
+
+def test_a_run_stays_with_its_server_and_its_arguments(tmp_path: Path) -> None:
+    """Another command behind the same name, or other arguments, is another contract."""
+    place = Place(tmp_path, ADD.format("lookup") + LOOK_UP)
+    place.command("call", "notes.add", "--args", '{"title": "hello"}', "--run", "r-1", "--config", str(tmp_path))
+    words = ("call", "notes.add", "--run", "r-1", "--config", str(tmp_path), "--execute")
+    code, _, err = place.command(*words, "--args", '{"title": "other"}')
+    assert (code, "arguments.title is 'hello', not 'other'" in err) == (2, True), err
+    place.serve("", env={"A": "b"})
+    code, _, err = place.command(*words)
+    assert (code, "tool.server" in err, place.titles()) == (2, True, []), err
+
+
+def test_the_ticket_server_is_driven_by_declaration_alone(tmp_path: Path) -> None:
+    """Key, fence and clean errors: what the lab has in code, ten lines of TOML say, too."""
+    declared = """\
+[tools.tickets.create_review_ticket]
+recovery = "keyed"
+key = "operation_key"
+fences = true
+clean_errors = ["invalid", "conflict", "stale"]
+resource = "ticket"
+look_up = { tool = "lookup_review_ticket", arguments = { operation_key = "$key" }, found = "ticket", fields = "action" }
+"""
+    place = Place(tmp_path, declared)
+    argv = [str(ROOT / "server.py"), "--db", str(tmp_path / "tickets.sqlite")]
+    servers = {"tickets": {"command": sys.executable, "args": argv}}
+    (tmp_path / ".mcp.json").write_text(json.dumps({"mcpServers": servers}))
+    words = ("tickets.create_review_ticket", "--args", json.dumps(GOAL), "--execute", "--json")
+    code, out, err = place.command("call", *words, "--config", str(tmp_path))
+    result = json.loads(out)
+    assert (code, result["state"], result["ticket"]["action"]) == (0, "succeeded", GOAL), err
+    with sqlite3.connect(tmp_path / "tickets.sqlite") as tickets:
+        assert tickets.execute("select op from tickets").fetchall() == [(f"{result['run']}:ticket",)]
