@@ -177,7 +177,7 @@ def replay(
 def cancel(ctx: typer.Context, run: RunId) -> None:
     """Ask for a run to be cancelled; it looks up first, and a resource that is there still gives a verdict."""
     with _journal(ctx) as journal:
-        _decide(journal, run, Event(EventType.CANCEL_REQUESTED), while_driven=True)
+        decide(journal, run, Event(EventType.CANCEL_REQUESTED), while_driven=True)
 
 
 @app.command()
@@ -185,26 +185,27 @@ def grant(
     ctx: typer.Context, run: RunId, dispatches: Annotated[int, typer.Option(min=1, max=1000)], by: By, why: Why
 ) -> None:
     """Allow more dispatches than the contract did; the run looks up before it uses one."""
-    event = Event(EventType.GRANTED, {"dispatches": dispatches, "by": _said("--by", by), "why": _said("--why", why)})
+    event = Event(EventType.GRANTED, {"dispatches": dispatches, "by": said("--by", by), "why": said("--why", why)})
     with _journal(ctx) as journal:
-        _decide(journal, run, event, while_driven=True)
+        decide(journal, run, event, while_driven=True)
 
 
 @app.command()
 def settle(ctx: typer.Context, run: RunId, verdict: Annotated[Verdict, typer.Option("--as")], by: By, why: Why) -> None:
     """End a run in reconcile_required by your word, after you looked for yourself; it is marked so for ever."""
-    detail = {"as": str(verdict), "by": _said("--by", by), "why": _said("--why", why)}
+    detail = {"as": str(verdict), "by": said("--by", by), "why": said("--why", why)}
     with _journal(ctx) as journal:
-        _decide(journal, run, Event(EventType.SETTLED, detail), while_driven=False)
+        decide(journal, run, Event(EventType.SETTLED, detail), while_driven=False)
 
 
-def _said(option: str, text: str) -> str:
+def said(option: str, text: str) -> str:
+    """What a person said, if it is acceptable text."""
     if fault := text_fault(text):
         raise UsageError(f"{option} {fault}")
     return text
 
 
-def _decide(journal: Runs, run_id: str, event: Event, *, while_driven: bool) -> None:
+def decide(journal: Runs, run_id: str, event: Event, *, while_driven: bool) -> None:
     """Record a person's decision and tell what is now to be done."""
     try:
         run = journal.request(run_id, event, while_driven=while_driven)

@@ -132,6 +132,7 @@ async def drive(runs: Runs, run: Run, ports: Ports, permit: bool, now: Callable[
         HarnessError: it stopped early; the journal says how far it came, and opening it again continues from there.
     """
     try:
+        await asyncio.sleep(0)  # who was opened at the same time gets a turn, and then they share commits
         while not (step := next_step(run, permit, now())).halts:
             event = await ports.perform(step)
             run = await runs.record(run, event)

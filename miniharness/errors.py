@@ -59,6 +59,18 @@ class CannotTell(HarnessError):
     """The tool offers no way to look up what is there."""
 
 
+class Denied(HarnessError):
+    """A rule denies this call."""
+
+    exit_code = ENDED_BADLY
+
+
+class ApprovalNeeded(HarnessError):
+    """A person has to approve this call."""
+
+    exit_code = NEEDS_A_PERSON
+
+
 class OutcomeUnknown(HarnessError):
     """The tool call may or may not have taken effect; look the operation up before acting."""
 

@@ -86,13 +86,17 @@ class EventType(StrEnum):
     DISPATCH_INTENDED = "dispatch_intended"
     DISPATCH_ANSWERED = "dispatch_answered"
     DEADLINE_PASSED = "deadline_passed"
+    APPROVAL_ASKED = "approval_asked"
+    APPROVED = "approved"
+    APPROVAL_VOIDED = "approval_voided"
     CANCEL_REQUESTED = "cancel_requested"
     GRANTED = "granted"
     SETTLED = "settled"
 
 
 E = EventType
-_ALWAYS = {E.CLAIMED, E.CONNECTED, E.LOOKED_UP, E.CANCEL_REQUESTED, E.GRANTED}
+_ALWAYS = {E.CLAIMED, E.CONNECTED, E.LOOKED_UP, E.CANCEL_REQUESTED, E.GRANTED, E.APPROVAL_VOIDED}
+_APPROVALS = {E.APPROVAL_ASKED, E.APPROVED}
 
 ALLOWED: dict[State, frozenset[EventType]] = {
     State.NEW: frozenset(
@@ -100,8 +104,8 @@ ALLOWED: dict[State, frozenset[EventType]] = {
         | {E.MODEL_REQUESTED, E.MODEL_FAILED, E.PROPOSED, E.PROPOSAL_REJECTED, E.MODEL_BUDGET_SPENT, E.DEADLINE_PASSED}
     ),
     State.PLANNED: frozenset(_ALWAYS),
-    State.RECONCILING: frozenset(_ALWAYS | {E.PERMIT_AWAITED, E.DISPATCH_INTENDED, E.DEADLINE_PASSED}),
-    State.WAITING_EXECUTION: frozenset(_ALWAYS),
+    State.RECONCILING: frozenset(_ALWAYS | _APPROVALS | {E.PERMIT_AWAITED, E.DISPATCH_INTENDED, E.DEADLINE_PASSED}),
+    State.WAITING_EXECUTION: frozenset(_ALWAYS | _APPROVALS),
     State.DISPATCHING: frozenset(_ALWAYS | {E.DISPATCH_ANSWERED}),
     State.RECONCILE_REQUIRED: frozenset(_ALWAYS | {E.SETTLED}),
     **{state: frozenset() for state in FINAL},
@@ -159,6 +163,7 @@ class Run:
     proposal: Mapping[str, Any] | None = None
     metadata: Mapping[str, Any] | None = None  # of the model's response
     resource: Mapping[str, Any] | None = None  # as last found: {"id", "action"}
+    approval: Mapping[str, Any] | None = None  # asked for: {"digest", "expires_at" in s since 1970, "by" or null}
     head: str = ""  # digest of the last event; kept by the journal
     pruned: bool = False  # the history of this finished run was removed; the verdict and the head are left
 
@@ -266,11 +271,16 @@ def next_step(run: Run, permit: bool, now: float) -> Step:
         return Halt()  # waiting_execution or reconcile_required, looked up in this epoch; the next owner has another
     if expired:
         return Decide(Event(E.DEADLINE_PASSED))
-    if not permit:
+    if not permit and not approved(run, now):
         return Decide(Event(E.PERMIT_AWAITED))
     # reconciling and looked up: `may_dispatch` held then, and whatever changes it since has reset `looked`
     attempt, action = run.dispatches_spent + 1, digest(canonical(run.proposal))
     return Decide(Event(E.DISPATCH_INTENDED, {"attempt": attempt, "key": run.key, "action_sha256": action}))
+
+
+def approved(run: Run, now: float) -> bool:
+    """Whether a person has approved the write, and that still counts."""
+    return run.approval is not None and run.approval["by"] is not None and now < run.approval["expires_at"]
 
 
 def _settled_by(run: Run, now: float) -> bool:
@@ -316,9 +326,8 @@ def evolve(run: Run, event: Event) -> Run:
 
 def _attempt_ended(run: Run, event: Event) -> int:
     """When the last attempt was over: with its answer, or when its sender was found dead; a frozen one may go on."""
-    if run.contract.tool.settles_after_s is None or run.state is not State.DISPATCHING:
-        return run.ended_at
-    if event.type not in (E.DISPATCH_ANSWERED, E.CLAIMED):
+    ended = run.state is State.DISPATCHING and event.type in (E.DISPATCH_ANSWERED, E.CLAIMED)
+    if not ended or run.contract.tool.settles_after_s is None:
         return run.ended_at
     return NEVER if event.detail.get("forced") else event.at
 
@@ -349,6 +358,8 @@ _CONDITIONS: dict[EventType, Callable[[Run, _Detail], bool]] = {
         run.contract.deadline is not None
         and (run.looked == run.epoch if run.state is State.RECONCILING else run.asked != run.epoch)
     ),
+    E.APPROVED: lambda run, d: run.approval is not None and run.approval["digest"] == d["digest"],
+    E.APPROVAL_VOIDED: lambda run, d: run.approval is not None,
     E.GRANTED: lambda run, d: bool(d["dispatches"] >= 1),
     E.SETTLED: lambda run, d: d["as"] in (State.SUCCEEDED, State.FAILED),
 }
@@ -356,14 +367,6 @@ _CONDITIONS: dict[EventType, Callable[[Run, _Detail], bool]] = {
 
 def _ended(run: Run, state: State, reason: str) -> Run:
     return run.but(state=state, reason=reason)
-
-
-def _claimed(run: Run, d: _Detail) -> Run:
-    return run.but(epoch=run.epoch + 1, owner=d["owner"])
-
-
-def _model_requested(run: Run, d: _Detail) -> Run:
-    return run.but(asked=run.epoch, model_requests_spent=run.model_requests_spent + 1)
 
 
 def _proposed(run: Run, d: _Detail) -> Run:
@@ -418,10 +421,6 @@ def _unknowable(run: Run) -> Run:
     return run.but(state=State.RECONCILE_REQUIRED, reason=reason)
 
 
-def _permit_awaited(run: Run, d: _Detail) -> Run:
-    return run.but(state=State.WAITING_EXECUTION, reason="no permit to write was given")
-
-
 def _dispatch_intended(run: Run, d: _Detail) -> Run:
     return run.but(
         state=State.DISPATCHING,
@@ -430,6 +429,7 @@ def _dispatch_intended(run: Run, d: _Detail) -> Run:
         dispatches_spent=run.dispatches_spent + 1,
         doubtful=run.doubtful + 1,
         last=Outcome.UNKNOWN,
+        approval=None,  # an approval covers one dispatch
     )
 
 
@@ -467,18 +467,25 @@ def _settled(run: Run, d: _Detail) -> Run:
 
 
 _EFFECTS: dict[EventType, Callable[[Run, _Detail], Run]] = {
-    E.CLAIMED: _claimed,
+    E.CLAIMED: lambda run, d: run.but(epoch=run.epoch + 1, owner=d["owner"]),
     E.CONNECTED: lambda run, d: run,
-    E.MODEL_REQUESTED: _model_requested,
+    E.MODEL_REQUESTED: lambda run, d: run.but(asked=run.epoch, model_requests_spent=run.model_requests_spent + 1),
     E.MODEL_FAILED: lambda run, d: run.but(asked=0),
     E.PROPOSED: _proposed,
     E.PROPOSAL_REJECTED: lambda run, d: _ended(run, State.FAILED, f"the model's answer was refused: {d['reason']}"),
     E.MODEL_BUDGET_SPENT: _model_budget_spent,
     E.LOOKED_UP: _looked_up,
-    E.PERMIT_AWAITED: _permit_awaited,
+    E.PERMIT_AWAITED: lambda run, d: run.but(state=State.WAITING_EXECUTION, reason="no permit to write was given"),
     E.DISPATCH_INTENDED: _dispatch_intended,
     E.DISPATCH_ANSWERED: _dispatch_answered,
     E.DEADLINE_PASSED: _deadline_passed,
+    E.APPROVAL_ASKED: lambda run, d: run.but(
+        approval={"digest": d["digest"], "expires_at": d["expires_at"], "by": None}, reason="an approval is asked for"
+    ),
+    E.APPROVED: lambda run, d: run.but(
+        approval={**(run.approval or {}), "by": d["by"]}, reason=f"approved by {d['by']}; a look-up comes first"
+    ),
+    E.APPROVAL_VOIDED: lambda run, d: run.but(approval=None, reason=d["why"]),
     E.CANCEL_REQUESTED: _cancel_requested,
     E.GRANTED: _granted,
     E.SETTLED: _settled,

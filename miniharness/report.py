@@ -82,6 +82,9 @@ def next_command(run: Run, folder: Path, *, busy: bool = False, permit: bool = F
     alike = resume + (" --execute" if permit else "")
     if busy:
         return {"action": "wait", "command": alike}
+    if run.state is State.WAITING_EXECUTION and not run.cancel and run.approval:
+        approve = {"action": "approve", "command": f"{operate} approve {run.id} --by NAME"}
+        return approve if run.approval["by"] is None else {"action": "execute", "command": resume}
     if run.state is State.WAITING_EXECUTION and not run.cancel:
         return {"action": "execute", "command": f"{resume} --execute"}
     if run.state is not State.RECONCILE_REQUIRED or (run.cancel and run.looked != run.epoch):

@@ -65,10 +65,11 @@ MIGRATIONS = (
     """,
     "alter table runs add column pruned integer not null default 0",
     "alter table runs add column ended_at integer not null default 0",
+    "alter table runs add column approval text",
 )
 
 _COLUMNS = tuple(f.name for f in fields(Run))
-_JSON = {"proposal", "metadata", "resource"}
+_JSON = {"proposal", "metadata", "resource", "approval"}
 _SELECT = f"select {', '.join(_COLUMNS)} from runs"
 _INSERT = f"insert into runs ({', '.join(_COLUMNS)}) values ({', '.join(':' + c for c in _COLUMNS)})"
 

@@ -24,6 +24,10 @@ found = "contains(@, $args.title) && @"
 fields = "{title: $args.title}"
 """
 ADD = '[tools.notes.add]\nrecovery = "{}"\n'
+RULES = """
+[rules]
+allow = ["mcp__notes", "mcp__tickets__create_*"]
+"""
 PUT = """\
 [tools.notes.put]
 recovery = "keyed"
@@ -42,7 +46,7 @@ class Place:
         self.serve(fate)
 
     def declare(self, declared: str) -> None:
-        (self.folder / "harness.toml").write_text(declared)
+        (self.folder / "harness.toml").write_text(declared + RULES)
 
     def serve(self, fate: str, **entry: Any) -> None:
         argv = [str(ROOT / "tests" / "notes_server.py"), str(self.file), fate]

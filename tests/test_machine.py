@@ -45,6 +45,7 @@ GOAL = {"source": "source-001", "title": "a title"}
 OTHER = {**GOAL, "title": "another"}
 EPOCH, DEADLINE = 3, 100.0
 BUDGET = Budget(dispatches=2, model_requests=2)
+QUESTION = {"digest": "d", "expires_at": 50.0, "by": None}
 RESOURCE = {"id": 7, "action": GOAL}
 DETAILS: dict[EventType, dict[str, Any]] = {
     E.OPENED: {"contract": {}, "owner": "1-a"},
@@ -57,6 +58,9 @@ DETAILS: dict[EventType, dict[str, Any]] = {
     E.LOOKED_UP: {"key": "r:ticket", "found": None},
     E.DISPATCH_INTENDED: {"attempt": 1, "key": "r:ticket", "action_sha256": ""},
     E.DISPATCH_ANSWERED: {"outcome": "returned", "message": ""},
+    E.APPROVAL_ASKED: {"digest": "d", "expires_at": 50.0},
+    E.APPROVED: {"digest": "d", "by": "ann"},
+    E.APPROVAL_VOIDED: {"why": "the rules changed"},
     E.GRANTED: {"dispatches": 1, "by": "ann", "why": "asked"},
     E.SETTLED: {"as": "failed", "by": "ann", "why": "looked"},
 }
@@ -93,13 +97,14 @@ def refuses(run: Run, happened: Event) -> None:
     assert run == before
 
 
-ALWAYS = {"claimed", "connected", "looked_up", "cancel_requested", "granted"}
+ALWAYS = {"claimed", "connected", "looked_up", "cancel_requested", "granted", "approval_voided"}
+APPROVALS = {"approval_asked", "approved"}
 MODEL = {"model_requested", "model_failed", "proposed", "proposal_rejected", "model_budget_spent"}
 EXPECTED = {
     S.NEW: ALWAYS | MODEL | {"deadline_passed"},
     S.PLANNED: ALWAYS,
-    S.RECONCILING: ALWAYS | {"permit_awaited", "dispatch_intended", "deadline_passed"},
-    S.WAITING_EXECUTION: ALWAYS,
+    S.RECONCILING: ALWAYS | APPROVALS | {"permit_awaited", "dispatch_intended", "deadline_passed"},
+    S.WAITING_EXECUTION: ALWAYS | APPROVALS,
     S.DISPATCHING: ALWAYS | {"dispatch_answered"},
     S.RECONCILE_REQUIRED: ALWAYS | {"settled"},
     S.SUCCEEDED: set(),
@@ -120,6 +125,8 @@ def ready(state: State, kind: EventType) -> Run:
         E.DISPATCH_INTENDED: {"looked": EPOCH},
         E.DISPATCH_ANSWERED: {"intended": EPOCH, "dispatches_spent": 1, "doubtful": 1},
         E.DEADLINE_PASSED: {"looked": EPOCH},
+        E.APPROVED: {"approval": QUESTION},
+        E.APPROVAL_VOIDED: {"approval": QUESTION},
     }
     return a_run(state, **fresh.get(kind, {}))
 
@@ -178,6 +185,9 @@ CONDITIONS: dict[str, tuple[State, EventType, dict[str, Any], dict[str, Any]]] =
     "there is no deadline": (S.RECONCILING, E.DEADLINE_PASSED, {"contract": contract(deadline=None)}, {}),
     "the deadline waits for the model's answer": (S.NEW, E.DEADLINE_PASSED, {"asked": EPOCH}, {}),
     "the deadline waits for a look-up": (S.RECONCILING, E.DEADLINE_PASSED, {"looked": EPOCH - 1}, {}),
+    "a yes to no question": (S.WAITING_EXECUTION, E.APPROVED, {"approval": None}, {}),
+    "a yes to another question": (S.WAITING_EXECUTION, E.APPROVED, {}, {"digest": "e"}),
+    "nothing to void": (S.WAITING_EXECUTION, E.APPROVAL_VOIDED, {"approval": None}, {}),
     "a grant of nothing": (S.RECONCILE_REQUIRED, E.GRANTED, {}, {"dispatches": 0}),
     "a grant of less than nothing": (S.RECONCILE_REQUIRED, E.GRANTED, {}, {"dispatches": -1}),
     "settled as something else": (S.RECONCILE_REQUIRED, E.SETTLED, {}, {"as": "cancelled"}),
@@ -342,6 +352,21 @@ def test_what_an_absent_resource_means(
         run = evolve(run, step.event)
     assert run.state is state
     assert (run.resource, run.looked == run.epoch) == (None, True)
+
+
+def test_an_approval_is_a_permit_for_one_dispatch_until_it_expires() -> None:
+    """A question is none; the intent uses the approval up, in the same row."""
+    run = a_run(S.RECONCILING, looked=EPOCH)
+    asked = evolve(run, event(E.APPROVAL_ASKED))
+    assert next_step(asked, False, 0) == Decide(Event(E.PERMIT_AWAITED))
+    approved = evolve(asked, event(E.APPROVED))
+    assert next_step(approved, False, 50.0) == Decide(Event(E.PERMIT_AWAITED))
+    step = next_step(approved, False, 49.9)
+    assert isinstance(step, Decide)
+    assert step.event.type is E.DISPATCH_INTENDED
+    assert evolve(approved, step.event).approval is None
+    voided = evolve(approved, event(E.APPROVAL_VOIDED))
+    assert (voided.approval, voided.reason) == (None, "the rules changed")
 
 
 @pytest.mark.parametrize("forced", [False, True])

@@ -48,6 +48,8 @@ META = {"model": "world"}
 CONNECTED = Event(E.CONNECTED, {"server": "world"})
 CLAIMED = Event(E.CLAIMED, {"owner": "1-restart", "forced": False})
 CANCEL = Event(E.CANCEL_REQUESTED)
+ASKED = Event(E.APPROVAL_ASKED, {"digest": "d", "expires_at": 1e9})
+APPROVED = Event(E.APPROVED, {"digest": "d", "by": "ann"})
 GRANT = Event(E.GRANTED, {"dispatches": 1, "by": "ann", "why": "asked"})
 SETTLE = Event(E.SETTLED, {"as": "failed", "by": "ann", "why": "looked"})
 PLANNED = Event(E.PROPOSED, {"proposal": GOAL, "metadata": META})
@@ -99,6 +101,8 @@ class World(NamedTuple):
     sent: int = 0
     asked: int = 0
     expired: bool = False
+    approvals: int = 0  # still to come
+    leaves: int = 0  # approvals given and not used
 
 
 class Fault(Exception):
@@ -114,6 +118,7 @@ class Bounds:
     grants: int = 1
     dispatches: int = 2
     model_requests: int = 2
+    approvals: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,7 +222,7 @@ class Explorer:
         row = self.table.run(run)
         procs = () if planned else (Process(row, fresh=True, permit=True),)
         limits = self.bounds.claims, self.bounds.cancels, self.bounds.grants
-        return World(row, procs, *limits, other=other, asked=int(planned))
+        return World(row, procs, *limits, other=other, asked=int(planned), approvals=self.bounds.approvals)
 
     def normal(self, w: World) -> World:
         """The world without what is over for good, since epoch and fence only grow.
@@ -267,6 +272,9 @@ class Explorer:
             yield "cancel asked", w._replace(row=self._moved(w.row, CANCEL), procs=stale, cancels=w.cancels - 1)
         if w.grants:
             yield "granted one more", w._replace(row=self._moved(w.row, GRANT), procs=stale, grants=w.grants - 1)
+        if w.approvals and self.table.runs[w.row].state is State.WAITING_EXECUTION:
+            row = self._moved(self._moved(w.row, ASKED), APPROVED)
+            yield "approved", w._replace(row=row, procs=stale, approvals=w.approvals - 1, leaves=1)
         if not w.expired:
             yield "the deadline passes", w._replace(expired=True)
         owned = any(self.table.epochs[p.run] == self.table.epochs[w.row] for p in w.procs)
@@ -324,7 +332,7 @@ class Explorer:
         told, row = f"process {i} sends e{epoch}", self.table.runs[w.row]
         w = w._replace(sent=w.sent + 1)
         rules = {
-            "a dispatch without a permit": p.permit,
+            "a dispatch without a permit": p.permit or w.leaves == 1,
             "a dispatch without a look-up in its epoch after the attempt before": p.seen == epoch,
             "more dispatches sent than debited": w.sent <= row.dispatches_spent,
             "a dispatch of something else than the goal": action == GOAL,
@@ -333,7 +341,7 @@ class Explorer:
         if not all(rules.values()):
             yield from ((told, Fault(name)) for name, kept in rules.items() if not kept)
             return
-        p = p._replace(seen=0)
+        p, w = p._replace(seen=0), w._replace(leaves=0)
         landed, answer = self._land(w, epoch)
         delayed = w._replace(wire=tuple(sorted((*w.wire, epoch))))
         for how, world, outcome in (
@@ -520,6 +528,7 @@ STARTS = {
     "planned": (Bounds(claims=2), {"planned": True}),
     "new": (Bounds(claims=1, grants=0), {"planned": False}),
     "held": (Bounds(claims=2), {"planned": True, "other": True}),
+    "approved": (Bounds(claims=2, cancels=0, grants=0, approvals=1), {"planned": True}),
 }
 LEAST = {"fences, de-duplicates": 80_000, "fences only": 80_000, "de-duplicates only": 180_000, "neither": 45_000}
 LEAST |= {"no look-up, de-duplicates": 140_000, "no look-up": 40_000}

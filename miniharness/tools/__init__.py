@@ -1,1 +1,1 @@
-"""Any MCP server's tools: what is declared of them, and one durable call."""
+"""Any MCP server's tools: what is declared of them, what may be called, and one durable call."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
@@ -20,16 +21,17 @@ from jsonschema.exceptions import SchemaError
 
 from miniharness.contract import Budget, Contract, Tool, canonical, digest
 from miniharness.engine import Json, Ports, drive
-from miniharness.errors import ContractMismatch, HarnessError, ToolUnavailable, UsageError
-from miniharness.machine import FINAL
+from miniharness.errors import ApprovalNeeded, ContractMismatch, Denied, HarnessError, ToolUnavailable, UsageError
+from miniharness.machine import FINAL, Run, State
 from miniharness.mcp.child import Child
 from miniharness.mcp.declared import Declaration, DeclaredTool, Query
 from miniharness.mcp.session import CallFailed, Session, http_session, stdio_session
 from miniharness.mcp.wire import Limits
 from miniharness.report import report
 from miniharness.runs import Runs, refuse_other
-from miniharness.tools import config
+from miniharness.tools import approvals, config
 from miniharness.tools.pins import Pins
+from miniharness.tools.rules import Behavior, Call, Rules, load
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult
@@ -50,6 +52,16 @@ class Target:
     def full_name(self) -> str:
         """`SERVER.TOOL`."""
         return f"{self.server.name}.{self.name}"
+
+    def as_seen_by_rules(self, arguments: Mapping[str, Any]) -> Call:
+        """The call as the rules look at it."""
+        name = f"mcp__{self.server.name}__{self.name}"
+        if self.declared.shell and self.declared.shell in arguments:
+            return Call.of_shell(name, str(arguments[self.declared.shell]), arguments)
+        paths = (
+            (access, arguments[argument]) for argument, access in self.declared.paths.items() if argument in arguments
+        )
+        return Call(name, arguments, tuple((a, str(path)) for a, path in paths))
 
     def contract(
         self,
@@ -123,12 +135,13 @@ async def call(
     if stored is None and (full_name is None or arguments is None):
         raise UsageError(f"there is no run {run!a} yet; a new call needs SERVER.TOOL and --args")
     was = stored.contract if stored else None
+    rules = load(settings.folder)
     target = find(settings, full_name or (was.tool.name if was else ""))
     arguments = arguments if arguments is not None else (was.action if was else {})
     if target.declared.key and target.declared.key in arguments:
         raise UsageError(f"--args: {target.declared.key} carries the operation key, which is filled in by the engine")
     if target.declared.recovery == "read":
-        return await _read(runs.folder, target, arguments)
+        return await _read(runs.folder, target, arguments, rules)
     contract = target.contract(
         arguments,
         expect or (was.goal if was else None),
@@ -137,7 +150,7 @@ async def call(
         command=_command(settings.folder),
     )
     run_id = run or default_run(target.full_name, arguments)
-    return await _write(runs, run_id, target, contract, permit=permit, take_over=take_over)
+    return await _write(runs, run_id, target, contract, rules, permit=permit, take_over=take_over)
 
 
 def _command(folder: Path) -> str:
@@ -146,21 +159,21 @@ def _command(folder: Path) -> str:
 
 
 async def _write(
-    runs: Runs, run_id: str, target: Target, contract: Contract, *, permit: bool, take_over: bool
+    runs: Runs, run_id: str, target: Target, contract: Contract, rules: Rules, *, permit: bool, take_over: bool
 ) -> dict[str, Any]:
     stored = runs.get(run_id)
     if stored and stored.state in FINAL:
         refuse_other(stored, contract)
         return report(runs, run_id)
-    stopped = None
+    stopped: HarnessError | None = None
     try:
         for servers in range(1, SERVERS_FOR_A_CALL + 1):
             async with session_for(target.server, target.declared.timeout) as session:
                 try:
                     declared = await prepare(runs.folder, session, target, contract)
-                    run = await runs.open(run_id, contract, take_over)
-                    if run.state not in FINAL:
-                        await drive(runs, run, Ports(_proposing(contract), DeclaredTool(session, declared)), permit)
+                    stopped = await _drive(
+                        runs, run_id, Prepared(target, contract, session, declared, rules), permit, take_over
+                    )
                     break
                 except ToolUnavailable:  # where our own server died, the run goes on with the next: it looks up first
                     if servers == SERVERS_FOR_A_CALL or not await session.dies():
@@ -172,6 +185,51 @@ async def _write(
     return report(runs, run_id, stopped, permit=permit)
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call whose tool is there, as it was accepted, and takes its arguments."""
+
+    target: Target
+    contract: Contract
+    session: Session
+    declared: Declaration
+    rules: Rules
+
+    def binding(self, run: Run) -> tuple[dict[str, Any], str]:
+        """What an approval of the write is bound to, and what a person is shown."""
+        sent = self.declared.arguments(run.key, self.contract.action)
+        described = definition(self.session, self.target.name)
+        shown = approvals.shown(self.target.full_name, self.target.server.identity, sent)
+        return approvals.binding(run, sent, described, self.rules.digest), shown
+
+
+async def _drive(runs: Runs, run_id: str, call: Prepared, permit: bool, take_over: bool) -> HarnessError | None:
+    """Let the rules decide, then take the run as far as it goes; returns why a permit was not enough.
+
+    A write that was sent is looked up whatever the rules say by now.
+    """
+    decision = call.rules.decide(call.target.as_seen_by_rules(call.contract.action))
+    if decision.behavior is Behavior.DENY and runs.get(run_id) is None:
+        raise Denied(f"{call.target.full_name}: {decision.reason}")
+    run = await runs.open(run_id, call.contract, take_over)
+    if run.state in FINAL:
+        return None
+    bound, shown = call.binding(run)
+    if voided := approvals.void(run, bound, time.time()):
+        run = await runs.record(run, voided)
+    ports = Ports(_proposing(call.contract), DeclaredTool(call.session, call.declared))
+    run = await drive(runs, run, ports, permit and decision.behavior is Behavior.ALLOW)
+    if run.state is not State.WAITING_EXECUTION:
+        return None
+    if decision.behavior is Behavior.DENY:
+        return Denied(f"{call.target.full_name}: {decision.reason}")
+    if not permit:
+        return None
+    if run.approval is None:
+        runs.request(run_id, approvals.ask(bound, shown, decision.reason, time.time()), while_driven=True)
+    return ApprovalNeeded(f"{call.target.full_name} needs an approval: {decision.reason}")
+
+
 def _proposing(contract: Contract) -> Callable[[Json], Any]:
     async def propose(goal: Json) -> tuple[Json, Json]:
         return contract.action, {}
@@ -179,7 +237,10 @@ def _proposing(contract: Contract) -> Callable[[Json], Any]:
     return propose
 
 
-async def _read(folder: Path, target: Target, arguments: Mapping[str, Any]) -> dict[str, Any]:
+async def _read(folder: Path, target: Target, arguments: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
+    decision = rules.decide(target.as_seen_by_rules(arguments), reads=True)
+    if decision.behavior is not Behavior.ALLOW:
+        raise Denied(f"{target.full_name}: {decision.reason}; a tool that only reads can be allowed, not approved")
     async with session_for(target.server, target.declared.timeout) as session:
         contract = target.contract(arguments, None, budget=None, deadline=None, command="")
         declared = await prepare(folder, session, target, contract)

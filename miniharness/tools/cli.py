@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import closing
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from miniharness import signals
-from miniharness.cli import Json, app, headed, printed, state_folder
+from miniharness.cli import By, Json, RunId, Why, app, decide, headed, printed, said, state_folder
 from miniharness.contract import Budget
 from miniharness.errors import UsageError
-from miniharness.report import exit_code, summary
+from miniharness.machine import Event, EventType, State
+from miniharness.report import exit_code, next_command, summary
 from miniharness.runs import Runs
 
 Folder = Annotated[Path, typer.Option("--config", metavar="DIR", help="where .mcp.json and harness.toml are")]
@@ -45,21 +49,22 @@ def call(
     from miniharness.tools import calls
     from miniharness.tools.config import load
 
-    settings = load(config)
+    given = partial(
+        calls.call,
+        settings=load(config),
+        full_name=tool,
+        arguments=_object("--args", args) if args is not None else None,
+        run=run,
+        expect=_object("--expect", _text(expect)) if expect is not None else None,
+        permit=execute,
+        take_over=take_over,
+        budget=Budget(dispatches=dispatches) if dispatches else None,
+        deadline=deadline.timestamp() if deadline else None,
+    )
     with closing(Runs(state_folder(ctx, new=True))) as journal:
-        work = calls.call(
-            journal,
-            settings,
-            tool,
-            _object("--args", args) if args is not None else None,
-            run=run,
-            expect=_object("--expect", _text(expect)) if expect is not None else None,
-            permit=execute,
-            take_over=take_over,
-            budget=Budget(dispatches=dispatches) if dispatches else None,
-            deadline=deadline.timestamp() if deadline else None,
-        )
-        result = signals.run(signals.obeyed(work))
+        result = signals.run(signals.obeyed(given(journal)))
+        if _asked_in_place(journal, result):
+            result = signals.run(signals.obeyed(given(journal)))
         noun = "resource"
         if "run" in result and (stored := journal.get(result["run"])):
             noun = stored.contract.tool.resource
@@ -68,6 +73,24 @@ def call(
         return
     print(json.dumps(result, ensure_ascii=False) if as_json else summary(result, noun))
     raise typer.Exit(exit_code(result))
+
+
+def _asked_in_place(journal: Runs, result: Mapping[str, Any]) -> bool:
+    """Ask the person at the terminal, if there is one and something waits for them; whether they said yes."""
+    from miniharness.tools import approvals
+
+    waits = result.get("next") and result["next"]["action"] == "approve"
+    if not (waits and sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    run = journal.require(result["run"])
+    question = approvals.question(journal, run)
+    if question is None:
+        return False
+    print(f"{question['why']}\n{question['shown']}", file=sys.stderr)
+    if not typer.confirm("send exactly this, once?", err=True):
+        return False
+    approvals.approve(journal, run, getpass.getuser())
+    return True
 
 
 def _text(given: str) -> str:
@@ -103,6 +126,84 @@ def accept(ctx: typer.Context, tool: FullName, config: Folder = Path()) -> None:
         changed = pins.accept(target.full_name, definition)
     print(changed or f"{tool} is as it was accepted")
     print(f"{tool} is accepted as it is now")
+
+
+@app.command(name="approvals")
+def list_approvals(ctx: typer.Context, as_json: Json = False) -> None:
+    """List the calls that wait for an approval, each with what would be sent."""
+    from miniharness.tools import approvals
+
+    with closing(Runs(state_folder(ctx))) as journal:
+        asked = [(run, approvals.question(journal, run)) for run in journal.all(State.WAITING_EXECUTION)]
+        for run, question in asked:
+            if question is None or not run.approval or run.approval["by"] is not None:
+                continue
+            following = next_command(run, journal.folder)
+            if as_json:
+                print(json.dumps({"run": run.id, **question, "next": following}, ensure_ascii=False))
+            else:
+                print(f"{run.id}: {question['why']}\n{question['shown']}\nnext: {following['command']}\n")
+
+
+@app.command()
+def approve(ctx: typer.Context, run: RunId, by: By) -> None:
+    """Approve the write that a run asks for, exactly as it is shown, once."""
+    from miniharness.tools import approvals
+
+    said("--by", by)
+    with closing(Runs(state_folder(ctx))) as journal:
+        stored = journal.require(run)
+        question = approvals.question(journal, stored)
+        if question is None:
+            raise UsageError(f"run {run} asks for no approval; next: {next_command(stored, journal.folder)['command']}")
+        stored = approvals.approve(journal, stored, by)
+        print(question["shown"])
+        print(f"{run}: approved by {by}, for this one write")
+        print(f"next: {next_command(stored, journal.folder)['command']}")
+
+
+@app.command()
+def deny(ctx: typer.Context, run: RunId, by: By, why: Why) -> None:
+    """Say no to the write that a run asks for: it is cancelled, after a look at what is there."""
+    event = Event(EventType.CANCEL_REQUESTED, {"by": said("--by", by), "why": said("--why", why)})
+    with closing(Runs(state_folder(ctx))) as journal:
+        decide(journal, run, event, while_driven=True)
+
+
+rules_app = typer.Typer(no_args_is_help=True, help="What may be called.")
+app.add_typer(rules_app, name="rules")
+
+
+@rules_app.command()
+def explain(
+    tool: FullName,
+    args: Annotated[str, typer.Argument(metavar="JSON")] = "{}",
+    config: Folder = Path(),
+    as_json: Json = False,
+) -> None:
+    """Print what the rules say of a call, the rule that decides, and the one that would have decided without it."""
+    from miniharness.tools import calls, rules
+    from miniharness.tools.config import load
+
+    target, known = calls.find(load(config), _dotted(tool)), rules.load(config)
+    reads = target.declared.recovery == "read"
+    decision = known.decide(target.as_seen_by_rules(_object("ARGS", args)), reads=reads)
+    following = decision.following
+    told: dict[str, str | None] = {"decision": decision.behavior.value, "reason": decision.reason}
+    told |= {"next": f"{following.behavior} {following.text} ({following.source})" if following else None}
+    if as_json:
+        print(json.dumps(told, ensure_ascii=False))
+        return
+    print(f"{told['decision']}: {told['reason']}")
+    print(f"without it: {told['next'] or 'no other rule matches; what no rule names is asked about'}")
+    for name in known.unsupported:
+        print(f"not applied: {name}", file=sys.stderr)
+
+
+def _dotted(tool: str) -> str:
+    """`SERVER.TOOL`, also for `mcp__SERVER__TOOL`."""
+    parts = tool.split("__", 2)
+    return f"{parts[1]}.{parts[2]}" if parts[0] == "mcp" and len(parts) == 3 else tool
 
 
 @config_app.command()

@@ -26,6 +26,7 @@ SERVERS, TOOLS = ".mcp.json", "harness.toml"
 RESERVED = {"run", "state", "reason", "certain", "attempts", "budget", "proposal", "metadata", "events", "next"}
 RESERVED |= {"interrupted", "line"}
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+WHEN = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*(>=|<=|==|!=|>|<)\s*(-?[0-9]+(?:\.[0-9]+)?)\s*")
 REFERENCE = re.compile(r"\$(key|args\.([A-Za-z_][A-Za-z0-9_]*))")
 
 
@@ -47,6 +48,12 @@ def _pattern(text: str) -> str:
         re.compile(text)
     except re.error as error:
         raise ValueError(f"is not a regular expression: {error}") from None
+    return text
+
+
+def _comparison(text: str) -> str:
+    if not WHEN.fullmatch(text):
+        raise ValueError('must be a comparison like "amount > 1000"')
     return text
 
 
@@ -112,6 +119,10 @@ class Tool(_Strict):
     """The goal of a call without `--expect`; `$args.NAME` as in `look_up`. Default: the arguments."""
     timeout: float = Field(default=30.0, gt=0, le=3600, allow_inf_nan=False)
     """Seconds for one call. A write that took longer is unknown, not failed."""
+    paths: dict[str, Literal["read", "edit"]] = {}
+    """Arguments that name files, and what is done to them; `Read(...)` and `Edit(...)` rules are about these."""
+    shell: str | None = None
+    """The argument that is a shell command; `Bash(...)` rules are about it."""
     resource: Annotated[str, AfterValidator(_noun)] = "resource"
     """What one operation makes, in one word; the last part of the operation key."""
 
@@ -133,10 +144,39 @@ class Tool(_Strict):
         return self.recovery in ("keyed", "idempotent")
 
 
+class Example(_Strict):
+    """A call that a rule must match, or must not."""
+
+    tool: str | None = None
+    """Default: the rule's own name."""
+    args: dict[str, Any] = {}
+    paths: dict[str, Literal["read", "edit"]] = {}
+    """Files, and what is done to them."""
+
+
+class RuleEntry(_Strict):
+    """A rule with a comparison or with examples, which are tried whenever the file is read."""
+
+    rule: str
+    when: Annotated[str, AfterValidator(_comparison)] | None = None
+    """A comparison with a number: `amount > 1000`."""
+    match: list[Example] = []
+    not_match: list[Example] = []
+
+
+class RuleLists(_Strict):
+    """The table `[rules]`."""
+
+    allow: list[str | RuleEntry] = []
+    ask: list[str | RuleEntry] = []
+    deny: list[str | RuleEntry] = []
+
+
 class Harness(_Strict):
-    """The file `harness.toml`: `[tools.SERVER.TOOL]` for each tool of which something is known."""
+    """The file `harness.toml`: `[tools.SERVER.TOOL]` for each tool of which something is known, and `[rules]`."""
 
     tools: dict[str, dict[str, Tool]] = {}
+    rules: RuleLists = RuleLists()
 
 
 MANUAL = Tool(recovery="manual")
@@ -193,14 +233,18 @@ def load(folder: Path) -> Config:
     Raises:
         UsageError: a file is not what it should be; names file, line and field.
     """
-    servers, tools = _load_servers(folder / SERVERS), _load_tools(folder / TOOLS)
-    return Config(folder, servers, tools)
+    return Config(folder, _load_servers(folder / SERVERS), load_harness(folder / TOOLS)[1].tools)
 
 
-def _load_tools(path: Path) -> dict[str, dict[str, Tool]]:
-    text = _text(path)
+def load_harness(path: Path) -> tuple[str, Harness]:
+    """The text of `harness.toml` and what it says.
+
+    Raises:
+        UsageError: it is not what it should be; names file, line and field.
+    """
+    text = read_text(path)
     try:
-        return Harness.model_validate(tomllib.loads(text)).tools
+        return text, Harness.model_validate(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: {error}") from None
     except ValidationError as error:
@@ -226,7 +270,7 @@ def _line(text: str, location: tuple[int | str, ...]) -> int:
 
 
 def _load_servers(path: Path) -> dict[str, Server]:
-    text = _text(path)
+    text = read_text(path)
     try:
         plain = json.loads(text or "{}")
     except json.JSONDecodeError as error:
@@ -276,7 +320,12 @@ def _variable(found: re.Match[str], missing: set[str]) -> str:
     return os.environ.get(name) or default or ""
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file; empty when there is none.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
