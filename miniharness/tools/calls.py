@@ -29,9 +29,10 @@ from miniharness.mcp.session import CallFailed, Session, http_session, stdio_ses
 from miniharness.mcp.wire import Limits
 from miniharness.report import report
 from miniharness.runs import Runs, refuse_other
-from miniharness.tools import approvals, config
+from miniharness.tools import approvals, config, results
 from miniharness.tools.pins import Pins
-from miniharness.tools.rules import Behavior, Call, Rules, load
+from miniharness.tools.policy import Policy
+from miniharness.tools.rules import Behavior, Call
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult
@@ -53,7 +54,7 @@ class Target:
         """`SERVER.TOOL`."""
         return f"{self.server.name}.{self.name}"
 
-    def as_seen_by_rules(self, arguments: Mapping[str, Any]) -> Call:
+    def call(self, arguments: Mapping[str, Any]) -> Call:
         """The call as the rules look at it."""
         name = f"mcp__{self.server.name}__{self.name}"
         if self.declared.shell and self.declared.shell in arguments:
@@ -131,17 +132,19 @@ async def call(
         UsageError, ContractMismatch: the call is wrong; nothing was changed.
         StoreError: the journal cannot be used.
     """
-    stored = runs.get(run) if run else None
+    run_id = run or (default_run(full_name, arguments) if full_name is not None and arguments is not None else "")
+    stored = runs.get(run_id) if run_id else None
     if stored is None and (full_name is None or arguments is None):
         raise UsageError(f"there is no run {run!a} yet; a new call needs SERVER.TOOL and --args")
     was = stored.contract if stored else None
-    rules = load(settings.folder)
+    policy = Policy.of(settings.folder)
     target = find(settings, full_name or (was.tool.name if was else ""))
     arguments = arguments if arguments is not None else (was.action if was else {})
     if target.declared.key and target.declared.key in arguments:
         raise UsageError(f"--args: {target.declared.key} carries the operation key, which is filled in by the engine")
+    policy, arguments = await policy.before(target.call(arguments), run_id)
     if target.declared.recovery == "read":
-        return await _read(runs.folder, target, arguments, rules)
+        return await _read(runs.folder, target, arguments, policy)
     contract = target.contract(
         arguments,
         expect or (was.goal if was else None),
@@ -149,8 +152,7 @@ async def call(
         deadline=deadline if deadline is not None or was is None else was.deadline,
         command=_command(settings.folder),
     )
-    run_id = run or default_run(target.full_name, arguments)
-    return await _write(runs, run_id, target, contract, rules, permit=permit, take_over=take_over)
+    return await _write(runs, run_id, target, contract, policy, permit=permit, take_over=take_over)
 
 
 def _command(folder: Path) -> str:
@@ -159,7 +161,7 @@ def _command(folder: Path) -> str:
 
 
 async def _write(
-    runs: Runs, run_id: str, target: Target, contract: Contract, rules: Rules, *, permit: bool, take_over: bool
+    runs: Runs, run_id: str, target: Target, contract: Contract, policy: Policy, *, permit: bool, take_over: bool
 ) -> dict[str, Any]:
     stored = runs.get(run_id)
     if stored and stored.state in FINAL:
@@ -172,7 +174,7 @@ async def _write(
                 try:
                     declared = await prepare(runs.folder, session, target, contract)
                     stopped = await _drive(
-                        runs, run_id, Prepared(target, contract, session, declared, rules), permit, take_over
+                        runs, run_id, Prepared(target, contract, session, declared, policy), permit, take_over
                     )
                     break
                 except ToolUnavailable:  # where our own server died, the run goes on with the next: it looks up first
@@ -182,7 +184,12 @@ async def _write(
         raise
     except HarnessError as error:
         stopped = error
-    return report(runs, run_id, stopped, permit=permit)
+    told = report(runs, run_id, stopped, permit=permit)
+    if told["state"] in FINAL:  # on disk
+        succeeded = told["state"] == State.SUCCEEDED
+        after = {"response": told[target.declared.resource]} if succeeded else {"error": told["reason"]}
+        await policy.after(target.call(contract.action), run_id, **after)
+    return told
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +200,14 @@ class Prepared:
     contract: Contract
     session: Session
     declared: Declaration
-    rules: Rules
+    policy: Policy
 
     def binding(self, run: Run) -> tuple[dict[str, Any], str]:
         """What an approval of the write is bound to, and what a person is shown."""
         sent = self.declared.arguments(run.key, self.contract.action)
         described = definition(self.session, self.target.name)
         shown = approvals.shown(self.target.full_name, self.target.server.identity, sent)
-        return approvals.binding(run, sent, described, self.rules.digest), shown
+        return approvals.binding(run, sent, described, self.policy.rules.digest), shown
 
 
 async def _drive(runs: Runs, run_id: str, call: Prepared, permit: bool, take_over: bool) -> HarnessError | None:
@@ -208,7 +215,8 @@ async def _drive(runs: Runs, run_id: str, call: Prepared, permit: bool, take_ove
 
     A write that was sent is looked up whatever the rules say by now.
     """
-    decision = call.rules.decide(call.target.as_seen_by_rules(call.contract.action))
+    seen = call.target.call(call.contract.action)
+    decision = call.policy.decide(seen)
     if decision.behavior is Behavior.DENY and runs.get(run_id) is None:
         raise Denied(f"{call.target.full_name}: {decision.reason}")
     run = await runs.open(run_id, call.contract, take_over)
@@ -227,6 +235,12 @@ async def _drive(runs: Runs, run_id: str, call: Prepared, permit: bool, take_ove
         return None
     if run.approval is None:
         runs.request(run_id, approvals.ask(bound, shown, decision.reason, time.time()), while_driven=True)
+        said = await call.policy.answer(seen, run_id)
+        if said.behavior == "deny":
+            return Denied(f"{call.target.full_name}: {said.reason}")
+        if said.behavior == "allow":
+            approvals.approve(runs, runs.require(run_id), "a PermissionRequest hook")
+            return await _drive(runs, run_id, call, permit, take_over)
     return ApprovalNeeded(f"{call.target.full_name} needs an approval: {decision.reason}")
 
 
@@ -237,8 +251,9 @@ def _proposing(contract: Contract) -> Callable[[Json], Any]:
     return propose
 
 
-async def _read(folder: Path, target: Target, arguments: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
-    decision = rules.decide(target.as_seen_by_rules(arguments), reads=True)
+async def _read(folder: Path, target: Target, arguments: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
+    seen = target.call(arguments)
+    decision = policy.decide(seen, reads=True)
     if decision.behavior is not Behavior.ALLOW:
         raise Denied(f"{target.full_name}: {decision.reason}; a tool that only reads can be allowed, not approved")
     async with session_for(target.server, target.declared.timeout) as session:
@@ -249,8 +264,12 @@ async def _read(folder: Path, target: Target, arguments: Mapping[str, Any], rule
                 target.name, declared.arguments("", arguments), _whole(session, target.name), {}
             )
         except CallFailed as error:
+            await policy.after(seen, "", error=error.reason)
             raise ToolUnavailable(f"{target.full_name}: {error.reason}") from error
-    return {"tool": target.full_name, "result": result}
+    await policy.after(seen, "", response=result)
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, indent=2)
+    hidden = results.masked(text, results.secrets())
+    return {"tool": target.full_name, "result": results.cut(hidden, target.declared.result_limit, folder)}
 
 
 @asynccontextmanager

@@ -69,7 +69,7 @@ def call(
         if "run" in result and (stored := journal.get(result["run"])):
             noun = stored.contract.tool.resource
     if "run" not in result:  # a tool that only reads
-        print(json.dumps(result if as_json else result["result"], ensure_ascii=False, indent=None if as_json else 2))
+        print(json.dumps(result, ensure_ascii=False) if as_json else result["result"])
         return
     print(json.dumps(result, ensure_ascii=False) if as_json else summary(result, noun))
     raise typer.Exit(exit_code(result))
@@ -128,6 +128,14 @@ def accept(ctx: typer.Context, tool: FullName, config: Folder = Path()) -> None:
     print(f"{tool} is accepted as it is now")
 
 
+@app.command(name="result")
+def show_result(ctx: typer.Context, hash: Annotated[str, typer.Argument(metavar="HASH")]) -> None:  # noqa: A002
+    """Print the whole of an answer that was cut."""
+    from miniharness.tools import results
+
+    print(results.kept(state_folder(ctx), hash))
+
+
 @app.command(name="approvals")
 def list_approvals(ctx: typer.Context, as_json: Json = False) -> None:
     """List the calls that wait for an approval, each with what would be sent."""
@@ -182,12 +190,12 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Print what the rules say of a call, the rule that decides, and the one that would have decided without it."""
-    from miniharness.tools import calls, rules
+    from miniharness.tools import calls, hooks, rules
     from miniharness.tools.config import load
 
     target, known = calls.find(load(config), _dotted(tool)), rules.load(config)
     reads = target.declared.recovery == "read"
-    decision = known.decide(target.as_seen_by_rules(_object("ARGS", args)), reads=reads)
+    decision = known.decide(target.call(_object("ARGS", args)), reads=reads)
     following = decision.following
     told: dict[str, str | None] = {"decision": decision.behavior.value, "reason": decision.reason}
     told |= {"next": f"{following.behavior} {following.text} ({following.source})" if following else None}
@@ -196,7 +204,7 @@ def explain(
         return
     print(f"{told['decision']}: {told['reason']}")
     print(f"without it: {told['next'] or 'no other rule matches; what no rule names is asked about'}")
-    for name in known.unsupported:
+    for name in [*known.unsupported, *hooks.load(config).unsupported]:
         print(f"not applied: {name}", file=sys.stderr)
 
 

@@ -23,6 +23,7 @@ from miniharness.contract import canonical, digest
 from miniharness.errors import UsageError
 
 SERVERS, TOOLS = ".mcp.json", "harness.toml"
+SETTINGS = (".claude/settings.json", ".claude/settings.local.json")
 RESERVED = {"run", "state", "reason", "certain", "attempts", "budget", "proposal", "metadata", "events", "next"}
 RESERVED |= {"interrupted", "line"}
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
@@ -123,6 +124,8 @@ class Tool(_Strict):
     """Arguments that name files, and what is done to them; `Read(...)` and `Edit(...)` rules are about these."""
     shell: str | None = None
     """The argument that is a shell command; `Bash(...)` rules are about it."""
+    result_limit: int = Field(default=16_000, ge=1)
+    """Bytes of an answer that are shown; the whole is kept by its hash."""
     resource: Annotated[str, AfterValidator(_noun)] = "resource"
     """What one operation makes, in one word; the last part of the operation key."""
 
@@ -173,10 +176,12 @@ class RuleLists(_Strict):
 
 
 class Harness(_Strict):
-    """The file `harness.toml`: `[tools.SERVER.TOOL]` for each tool of which something is known, and `[rules]`."""
+    """The file `harness.toml`: `[tools.SERVER.TOOL]` for each tool of which something is known, rules and hooks."""
 
     tools: dict[str, dict[str, Tool]] = {}
     rules: RuleLists = RuleLists()
+    hooks: dict[str, Any] = {}
+    """By event, as in settings files; `on_failure = "allow"` makes a hook optional."""
 
 
 MANUAL = Tool(recovery="manual")

@@ -18,10 +18,9 @@ from typing import Any
 from miniharness.contract import canonical, digest
 from miniharness.errors import UsageError
 from miniharness.tools import shell
-from miniharness.tools.config import TOOLS, WHEN, Example, RuleEntry, load_harness, read_text
+from miniharness.tools.config import SETTINGS, TOOLS, WHEN, Example, RuleEntry, load_harness, read_text
 from miniharness.tools.paths import Access, PathRule
 
-SETTINGS = (".claude/settings.json", ".claude/settings.local.json")
 RULE = re.compile(r"([A-Za-z0-9_.*-]+)(?:\((.*)\))?", re.DOTALL)
 COMPARED: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,

@@ -1,0 +1,67 @@
+"""Rules and hooks together: what is to be done with a call, and who is told how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from miniharness.tools import hooks as hook_side
+from miniharness.tools import rules as rule_side
+from miniharness.tools.hooks import Hooks, Verdict
+from miniharness.tools.rules import Behavior, Call, Decision, Rules
+
+NOTHING_SAID = Verdict()
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The rules and hooks of a folder, and what the hooks said of one call before it."""
+
+    rules: Rules
+    hooks: Hooks
+    said: Verdict = NOTHING_SAID
+
+    @classmethod
+    def of(cls, folder: Path) -> Policy:
+        """The policy of a folder.
+
+        Raises:
+            UsageError: harness.toml is wrong; names file, line and field.
+        """
+        return cls(rule_side.load(folder), hook_side.load(folder))
+
+    async def before(self, call: Call, run_id: str) -> tuple[Policy, Mapping[str, Any]]:
+        """Ask the hooks; returns this policy with what they said, and the arguments as they want them."""
+        said = await self.hooks.say("PreToolUse", _seen(call, run_id))
+        return replace(self, said=said), call.arguments if said.arguments is None else said.arguments
+
+    def decide(self, call: Call, *, reads: bool = False) -> Decision:
+        """The stricter of what rules and hooks say; a hook's allow never skips a rule."""
+        if self.hooks.broken and not reads:
+            reason = f"a hook file cannot be read, so every write is denied: {self.hooks.broken[0]}"
+            return Decision(Behavior.DENY, reason)
+        decision, order = self.rules.decide(call, reads=reads), list(Behavior)
+        if self.said.behavior == "none" or order.index(decision.behavior) <= order.index(Behavior(self.said.behavior)):
+            return decision
+        return Decision(Behavior(self.said.behavior), self.said.reason or f"a hook says {self.said.behavior}")
+
+    async def answer(self, call: Call, run_id: str) -> Verdict:
+        """What the hooks answer to a question for a person. They cannot change what was asked."""
+        said = await self.hooks.say("PermissionRequest", _seen(call, run_id))
+        if said.arguments is not None:
+            return Verdict("deny", "a PermissionRequest hook wants other arguments than the run has")
+        return said
+
+    async def after(self, call: Call, run_id: str, **what: Any) -> None:
+        """Tell the hooks how it ended, `response` or `error`; nothing that they say changes it."""
+        event = "PostToolUseFailure" if "error" in what else "PostToolUse"
+        told = {"error": what["error"]} if "error" in what else {"tool_response": what["response"]}
+        await self.hooks.say(event, _seen(call, run_id) | told)
+
+
+def _seen(call: Call, run_id: str) -> dict[str, Any]:
+    """What a hook is told of a call."""
+    named = {"tool_name": call.tool, "tool_input": dict(call.arguments), "session_id": run_id, "tool_use_id": run_id}
+    return named | {"cwd": str(Path.cwd()), "permission_mode": "default"}
