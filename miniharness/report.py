@@ -161,6 +161,10 @@ def _told(event: Event) -> str:
             return f"{detail['outcome']} {detail['message']}"
         case EventType.DISPATCH_INTENDED:
             return f"attempt {detail['attempt']}"
+        case EventType.APPROVAL_ASKED:
+            return str(detail["why"])
+        case EventType.APPROVED:
+            return f"by {detail['by']}, from {detail['from']}"
         case EventType.OPENED:
             return f"by {detail['owner']}"
         case EventType.CLAIMED:

@@ -176,6 +176,7 @@ def test_arguments_are_checked_before_anything_is_opened(tmp_path: Path) -> None
     for args, told in (
         ('{"title": 7}', "$.title: 7 is not of type 'string'"),
         ("{}", "'title' is a required property"),
+        ('{"titel": "x"}', "notes.add has no argument titel; it has: tag, title"),
         ("[]", "--args must be a JSON object"),
         ("{", "--args is not JSON"),
     ):

@@ -328,6 +328,9 @@ def _check_arguments(schema: Mapping[str, Any], arguments: Json, name: str) -> N
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
         raise ToolUnavailable(f"{name} is set aside: its input schema is broken: {error.message[:200]}") from error
+    known = schema.get("properties", {}).keys()
+    if "additionalProperties" not in schema and (unknown := sorted(arguments.keys() - known)):  # it would be dropped
+        raise UsageError(f"{name} has no argument {', '.join(unknown)}; it has: {', '.join(sorted(known)) or 'none'}")
     if faults := sorted(Draft202012Validator(schema).iter_errors(arguments), key=lambda e: e.json_path):
         told = "; ".join(f"{fault.json_path}: {fault.message[:200]}" for fault in faults[:5])
         raise UsageError(f"--args do not fit {name}: {told}")
