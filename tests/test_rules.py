@@ -146,6 +146,10 @@ def test_a_file_that_cannot_be_read_denies_every_write(tmp_path: Path, text: str
 
 def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     """Nothing is ignored silently: other tools' rules, modes, and what is no rule."""
+    (tmp_path / ".claude").mkdir()
+    (tmp_path / ".claude" / "settings.local.json").write_text('{"disableAllHooks": true, "env": {}}')
+    assert [name.rpartition(" ")[2] for name in rules.load(tmp_path).unsupported] == ["disableAllHooks", "env"]
+    (tmp_path / ".claude" / "settings.local.json").unlink()
     known = of(tmp_path, allow=["WebFetch(domain:x)", "a b", "Agent(Explore)"], defaultMode=["plan"])
     assert len(known.unsupported) == 4
     assert "permissions.defaultMode" in known.unsupported[0]

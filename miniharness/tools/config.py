@@ -275,15 +275,7 @@ def _line(text: str, location: tuple[int | str, ...]) -> int:
 
 
 def _load_servers(path: Path) -> dict[str, Server]:
-    text = read_text(path)
-    try:
-        plain = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{path}:{error.lineno}: it is not JSON: {error.msg}") from None
-    entries = plain.get("mcpServers", {}) if isinstance(plain, dict) else None
-    if not isinstance(entries, dict):
-        raise UsageError(f'{path}: it must be an object like {{"mcpServers": {{"name": {{"command": "..."}}}}}}')
-    return {name: _server(name, entry) for name, entry in entries.items()}
+    return {name: _server(name, entry) for name, entry in read_object(path, "mcpServers").items()}
 
 
 def _server(name: str, entry: Any) -> Server:
@@ -323,6 +315,24 @@ def _variable(found: re.Match[str], missing: set[str]) -> str:
     if name not in os.environ and default is None:
         missing.add(name)
     return os.environ.get(name) or default or ""
+
+
+def read_object(path: Path, name: str | None = None) -> dict[str, Any]:
+    """The JSON object that a file holds, or the object `name` in it; empty when there is none.
+
+    Raises:
+        UsageError: the file cannot be read, or is not like that.
+    """
+    try:
+        plain = json.loads(read_text(path) or "{}")
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path}:{error.lineno}: it is not JSON: {error.msg}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: it is nested too deeply") from None
+    found = plain.get(name, {}) if isinstance(plain, dict) and name else plain
+    if not isinstance(found, dict):
+        raise UsageError(f'{path}: it must be an object like {{"{name or "name"}": {{...}}}}')
+    return found
 
 
 def read_text(path: Path) -> str:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from miniharness.contract import canonical
 from miniharness.errors import UsageError
-from miniharness.tools.config import SETTINGS, TOOLS, load_harness, read_text
+from miniharness.tools.config import SETTINGS, TOOLS, load_harness, read_object
 
 EVENTS = ("PreToolUse", "PostToolUse", "PostToolUseFailure", "PermissionRequest")
 PLAIN_MATCHER = re.compile(r"[A-Za-z0-9_\- ,|]*")
@@ -117,15 +117,9 @@ def load(folder: Path) -> Hooks:
     for name in SETTINGS:
         path = folder / name
         try:
-            plain = json.loads(read_text(path) or "{}")
-            given = plain.get("hooks", {}) if isinstance(plain, dict) else None
-            if not isinstance(given, dict):
-                raise UsageError(f"{path}: hooks must be an object by event")
-            if plain.get("disableAllHooks") is True:
-                unsupported.append(f"{path}: disableAllHooks; its hooks run all the same")
-            _gather(given, path, folder, hooks, unsupported)
-        except (json.JSONDecodeError, UsageError) as error:
-            broken.append(str(error) if isinstance(error, UsageError) else f"{path}: it is not JSON: {error}")
+            _gather(read_object(path, "hooks"), path, folder, hooks, unsupported)
+        except UsageError as error:
+            broken.append(str(error))
     _gather(load_harness(folder / TOOLS)[1].hooks, folder / TOOLS, folder, hooks, unsupported)
     return Hooks(list(hooks.values()), unsupported, broken)
 

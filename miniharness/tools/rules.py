@@ -18,7 +18,7 @@ from typing import Any
 from miniharness.contract import canonical, digest
 from miniharness.errors import UsageError
 from miniharness.tools import shell
-from miniharness.tools.config import SETTINGS, TOOLS, WHEN, Example, RuleEntry, load_harness, read_text
+from miniharness.tools.config import SETTINGS, TOOLS, WHEN, Example, RuleEntry, load_harness, read_object, read_text
 from miniharness.tools.paths import Access, PathRule
 
 RULE = re.compile(r"([A-Za-z0-9_.*-]+)(?:\((.*)\))?", re.DOTALL)
@@ -30,6 +30,7 @@ COMPARED: dict[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
 }
+SETTINGS_READ = {"$schema", "permissions", "hooks"}
 FILE_TOOLS: dict[str, Access] = {"Read": "read", "Edit": "edit"}
 
 
@@ -153,14 +154,8 @@ def load(folder: Path) -> Rules:
 
 
 def _of_settings(path: Path, reading: _Reading) -> Iterator[Rule]:
-    text = read_text(path)
-    try:
-        plain = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{path}:{error.lineno}: it is not JSON: {error.msg}") from None
-    permissions = plain.get("permissions", {}) if isinstance(plain, dict) else None
-    if not isinstance(permissions, dict):
-        raise UsageError(f'{path}: it must be an object like {{"permissions": {{"deny": []}}}}')
+    text, permissions = read_text(path), read_object(path, "permissions")
+    reading.unsupported += [f"{path}: {name}" for name in read_object(path) if name not in SETTINGS_READ]
     reading.unsupported += [f"{path}: permissions.{name}" for name in permissions if name not in set(Behavior)]
     for behavior in Behavior:
         entries = permissions.get(behavior.value, [])
