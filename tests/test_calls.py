@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sqlite3
 import sys
 import time
@@ -244,3 +245,23 @@ look_up = { tool = "lookup_review_ticket", arguments = { operation_key = "$key" 
     assert (code, result["state"], result["ticket"]["action"]) == (0, "succeeded", GOAL), err
     with sqlite3.connect(tmp_path / "tickets.sqlite") as tickets:
         assert tickets.execute("select op from tickets").fetchall() == [(f"{result['run']}:ticket",)]
+
+
+def test_killed_wherever_a_call_is_it_ends_with_one_note(tmp_path: Path) -> None:
+    """SIGKILL at random moments until there were ten: the same command goes on, and each note is written once."""
+    place, lab = Place(tmp_path, PUT), Lab(tmp_path / "state")
+    moments, kills, titles = random.Random(7), 0, []
+    while kills < 10:
+        titles.append(f"note {len(titles)}")
+        args = json.dumps({"title": titles[-1]})
+        words = ["notes.put", "--args", args, "--execute", "--dispatches", "50", "--config", str(tmp_path), "--json"]
+        for _ in range(4):
+            process = lab.start("call", *words, program=("-m", "miniharness"))
+            time.sleep(moments.uniform(0.2, 0.8))
+            kills += process.poll() is None
+            process.kill()
+            process.wait(10)
+        result = json.loads(place.command("call", *words)[1])
+        assert result["state"] == "succeeded"
+        assert place.command("replay", result["run"])[0] == 0
+    assert place.titles() == titles
