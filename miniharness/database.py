@@ -166,12 +166,10 @@ class Database:
 
     def _write_when_quiet(self, quiet: int = 0, seen: int = 0) -> None:
         """Write as soon as nobody has joined for some turns of the event loop."""
-        from asyncio import get_running_loop
-
         waiting = len(self._waiting)
         quiet = quiet + 1 if waiting == seen else 0
         if quiet < QUIET_TURNS:
-            get_running_loop().call_soon(self._write_when_quiet, quiet, waiting)
+            self._waiting[0][1].get_loop().call_soon(self._write_when_quiet, quiet, waiting)
             return
         ready, self._waiting = self._waiting, []
         self._settle(ready)

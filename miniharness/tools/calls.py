@@ -9,8 +9,8 @@ import json
 import re
 import shlex
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, closing
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -272,16 +272,12 @@ async def _read(folder: Path, target: Target, arguments: Mapping[str, Any], poli
     return {"tool": target.full_name, "result": results.cut(hidden, target.declared.result_limit, folder)}
 
 
-@asynccontextmanager
-async def session_for(server: config.Server, timeout_s: float) -> AsyncIterator[Session]:
-    """An open session with that server."""
+def session_for(server: config.Server, timeout_s: float) -> Session:
+    """A session with that server; our own starts now."""
     limits = Limits(read_s=timeout_s)
     if server.url:
-        made = http_session(server.url, server.headers, limits)
-    else:
-        made = stdio_session(Child(server.command, server.env), limits, "legacy")  # some hang on a newer greeting
-    async with made as session:
-        yield session
+        return http_session(server.url, server.headers, limits)
+    return stdio_session(Child(server.command, server.env), limits, "legacy")  # some hang on a newer greeting
 
 
 async def prepare(folder: Path, session: Session, target: Target, contract: Contract) -> Declaration:
