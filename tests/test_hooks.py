@@ -13,7 +13,7 @@ import pytest
 from test_calls import ADD, LOOK_UP, Place
 
 from miniharness.errors import UsageError
-from miniharness.tools import hooks, results
+from miniharness.tools import config, hooks, results
 from miniharness.tools.hooks import Hook, Hooks, Verdict
 from miniharness.tools.policy import Policy
 from miniharness.tools.rules import Behavior, Call
@@ -27,7 +27,7 @@ def of(folder: Path, *commands: str, event: str = "PreToolUse", matcher: str = "
     handlers = [{"type": "command", "command": command} | more for command in commands]
     plain = {"hooks": {event: [{"matcher": matcher, "hooks": handlers}]}}
     (folder / ".claude" / "settings.json").write_text(json.dumps(plain))
-    return hooks.load(folder)
+    return hooks.load(config.load(folder))
 
 
 def told(**special: Any) -> str:
@@ -151,7 +151,7 @@ async def test_a_function_is_a_hook_like_any_other() -> None:
 def test_a_hooks_allow_never_skips_a_rule(tmp_path: Path, said: Any, rule: list[str], wanted: Behavior) -> None:
     """The stricter of both counts."""
     (tmp_path / "harness.toml").write_text("[rules]\n" + "".join(f'{name} = ["mcp__pay"]\n' for name in rule))
-    known = Policy.of(tmp_path)
+    known = Policy.of(config.load(tmp_path))
     asked = Policy(known.rules, known.hooks, Verdict(said))
     assert asked.decide(Call("mcp__pay__refund", {})).behavior is wanted
 
@@ -162,11 +162,11 @@ def test_what_cannot_be_run_is_named_and_a_broken_file_denies_every_write(tmp_pa
     assert "hooks.SessionStart" in known.unsupported[0]
     known = of(tmp_path, "true", type="prompt")
     assert "only hooks of type command" in known.broken[0]
-    assert Policy.of(tmp_path).decide(Call("mcp__pay__refund", {})).behavior is Behavior.DENY
-    assert Policy.of(tmp_path).decide(Call("mcp__pay__list", {}), reads=True).behavior is Behavior.ALLOW
+    assert Policy.of(config.load(tmp_path)).decide(Call("mcp__pay__refund", {})).behavior is Behavior.DENY
+    assert Policy.of(config.load(tmp_path)).decide(Call("mcp__pay__list", {}), reads=True).behavior is Behavior.ALLOW
     (tmp_path / "harness.toml").write_text("[hooks]\nPreToolUse = [3]\n")
     with pytest.raises(UsageError, match=r"harness.toml: hooks.PreToolUse\[0\] must be"):
-        hooks.load(tmp_path)
+        hooks.load(config.load(tmp_path))
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from forked import ROOT
 
 from miniharness.errors import UsageError
-from miniharness.tools import rules
+from miniharness.tools import config, rules
 from miniharness.tools.rules import Behavior, Call
 
 DENY, ASK, ALLOW = Behavior
@@ -27,7 +27,7 @@ def of(folder: Path, *, local: Any = None, ours: str = "", **permissions: list[s
         text = local if isinstance(local, str) else json.dumps({"permissions": local})
         (folder / ".claude" / "settings.local.json").write_text(text)
     (folder / "harness.toml").write_text(ours)
-    return rules.load(folder)
+    return rules.load(config.load(folder))
 
 
 def a_call(tool: str = "mcp__pay__refund", **arguments: Any) -> Call:
@@ -148,7 +148,10 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     """Nothing is ignored silently: other tools' rules, modes, and what is no rule."""
     (tmp_path / ".claude").mkdir()
     (tmp_path / ".claude" / "settings.local.json").write_text('{"disableAllHooks": true, "env": {}}')
-    assert [name.rpartition(" ")[2] for name in rules.load(tmp_path).unsupported] == ["disableAllHooks", "env"]
+    assert [name.rpartition(" ")[2] for name in rules.load(config.load(tmp_path)).unsupported] == [
+        "disableAllHooks",
+        "env",
+    ]
     (tmp_path / ".claude" / "settings.local.json").unlink()
     known = of(tmp_path, allow=["WebFetch(domain:x)", "a b", "Agent(Explore)"], defaultMode=["plan"])
     assert len(known.unsupported) == 4

@@ -137,7 +137,7 @@ async def call(
     if stored is None and (full_name is None or arguments is None):
         raise UsageError(f"there is no run {run!a} yet; a new call needs SERVER.TOOL and --args")
     was = stored.contract if stored else None
-    policy = Policy.of(settings.folder)
+    policy = Policy.of(settings)
     target = find(settings, full_name or (was.tool.name if was else ""))
     arguments = arguments if arguments is not None else (was.action if was else {})
     if target.declared.key and target.declared.key in arguments:

@@ -193,7 +193,8 @@ def explain(
     from miniharness.tools import calls, hooks, rules
     from miniharness.tools.config import load
 
-    target, known = calls.find(load(config), _dotted(tool)), rules.load(config)
+    settings = load(config)
+    target, known = calls.find(settings, _dotted(tool)), rules.load(settings)
     reads = target.declared.recovery == "read"
     decision = known.decide(target.call(_object("ARGS", args)), reads=reads)
     following = decision.following
@@ -204,7 +205,7 @@ def explain(
         return
     print(f"{told['decision']}: {told['reason']}")
     print(f"without it: {told['next'] or 'no other rule matches; what no rule names is asked about'}")
-    for name in [*known.unsupported, *hooks.load(config).unsupported]:
+    for name in [*known.unsupported, *hooks.load(settings).unsupported]:
         print(f"not applied: {name}", file=sys.stderr)
 
 

@@ -206,12 +206,39 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
+class Settings:
+    """One settings file as it is; `fault` says why it cannot be read."""
+
+    path: Path
+    text: str = ""
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    fault: str = ""
+
+    def part(self, name: str) -> dict[str, Any]:
+        """The object of that name; empty when there is none.
+
+        Raises:
+            UsageError: it is no object, or the file cannot be read.
+        """
+        if self.fault:
+            raise UsageError(self.fault)
+        return _part(self.path, self.plain, name)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
-    """Servers and tools as both files of a folder have them."""
+    """What the files of a folder say, each read once: servers, `harness.toml` with its text, and settings files."""
 
     folder: Path
     servers: Mapping[str, Server]
-    tools: Mapping[str, Mapping[str, Tool]]
+    text: str
+    harness: Harness
+    settings: tuple[Settings, ...]
+
+    @property
+    def tools(self) -> Mapping[str, Mapping[str, Tool]]:
+        """What is declared of the tools of each server."""
+        return self.harness.tools
 
     def server(self, name: str) -> Server:
         """The server of that name.
@@ -233,23 +260,33 @@ class Config:
 
 
 def load(folder: Path) -> Config:
-    """Read both files of `folder`; either may be missing.
+    """Read the files of `folder`; each may be missing. A settings file that cannot be read is kept with its fault.
 
     Raises:
-        UsageError: a file is not what it should be; names file, line and field.
+        UsageError: `.mcp.json` or `harness.toml` is not what it should be; names file, line and field.
     """
-    return Config(folder, _load_servers(folder / SERVERS), load_harness(folder / TOOLS)[1].tools)
+    servers = _part(folder / SERVERS, _object(folder / SERVERS, _text(folder / SERVERS)), "mcpServers")
+    text = _text(folder / TOOLS)
+    return Config(
+        folder=folder,
+        servers={name: _server(name, entry) for name, entry in servers.items()},
+        text=text,
+        harness=_harness(folder / TOOLS, text),
+        settings=tuple(_settings(folder / name) for name in SETTINGS),
+    )
 
 
-def load_harness(path: Path) -> tuple[str, Harness]:
-    """The text of `harness.toml` and what it says.
-
-    Raises:
-        UsageError: it is not what it should be; names file, line and field.
-    """
-    text = read_text(path)
+def _settings(path: Path) -> Settings:
     try:
-        return text, Harness.model_validate(tomllib.loads(text))
+        text = _text(path)
+        return Settings(path, text, _object(path, text))
+    except UsageError as error:
+        return Settings(path, fault=str(error))
+
+
+def _harness(path: Path, text: str) -> Harness:
+    try:
+        return Harness.model_validate(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: {error}") from None
     except ValidationError as error:
@@ -272,10 +309,6 @@ def _line(text: str, location: tuple[int | str, ...]) -> int:
         if len(path) > depth and path == tuple(map(str, location[: len(path)])):
             best, depth = number, len(path)
     return best
-
-
-def _load_servers(path: Path) -> dict[str, Server]:
-    return {name: _server(name, entry) for name, entry in read_object(path, "mcpServers").items()}
 
 
 def _server(name: str, entry: Any) -> Server:
@@ -317,30 +350,26 @@ def _variable(found: re.Match[str], missing: set[str]) -> str:
     return os.environ.get(name) or default or ""
 
 
-def read_object(path: Path, name: str | None = None) -> dict[str, Any]:
-    """The JSON object that a file holds, or the object `name` in it; empty when there is none.
-
-    Raises:
-        UsageError: the file cannot be read, or is not like that.
-    """
+def _object(path: Path, text: str) -> dict[str, Any]:
     try:
-        plain = json.loads(read_text(path) or "{}")
+        plain = json.loads(text or "{}")
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}:{error.lineno}: it is not JSON: {error.msg}") from None
     except RecursionError:
         raise UsageError(f"{path}: it is nested too deeply") from None
-    found = plain.get(name, {}) if isinstance(plain, dict) and name else plain
+    if not isinstance(plain, dict):
+        raise UsageError(f'{path}: it must be an object like {{"name": {{...}}}}')
+    return plain
+
+
+def _part(path: Path, plain: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = plain.get(name, {})
     if not isinstance(found, dict):
-        raise UsageError(f'{path}: it must be an object like {{"{name or "name"}": {{...}}}}')
+        raise UsageError(f'{path}: it must be an object like {{"{name}": {{...}}}}')
     return found
 
 
-def read_text(path: Path) -> str:
-    """The text of a file; empty when there is none.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from miniharness.contract import canonical
 from miniharness.errors import UsageError
-from miniharness.tools.config import SETTINGS, TOOLS, load_harness, read_object
+from miniharness.tools.config import TOOLS, Config
 
 EVENTS = ("PreToolUse", "PostToolUse", "PostToolUseFailure", "PermissionRequest")
 PLAIN_MATCHER = re.compile(r"[A-Za-z0-9_\- ,|]*")
@@ -105,22 +105,21 @@ async def _guarded(hook: Hook, seen: Seen) -> Verdict:
         return Verdict("none" if hook.optional else "deny", reason)
 
 
-def load(folder: Path) -> Hooks:
+def load(config: Config) -> Hooks:
     """The hooks of a folder's settings files and of its `harness.toml`.
 
     Raises:
-        UsageError: harness.toml is wrong; names file, line and field.
+        UsageError: those in harness.toml are not what they should be.
     """
     hooks: dict[str, Hook] = {}  # identical ones run once
     unsupported: list[str] = []
     broken: list[str] = []
-    for name in SETTINGS:
-        path = folder / name
+    for settings in config.settings:
         try:
-            _gather(read_object(path, "hooks"), path, folder, hooks, unsupported)
+            _gather(settings.part("hooks"), settings.path, config.folder, hooks, unsupported)
         except UsageError as error:
             broken.append(str(error))
-    _gather(load_harness(folder / TOOLS)[1].hooks, folder / TOOLS, folder, hooks, unsupported)
+    _gather(config.harness.hooks, config.folder / TOOLS, config.folder, hooks, unsupported)
     return Hooks(list(hooks.values()), unsupported, broken)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from miniharness.tools import hooks as hook_side
 from miniharness.tools import rules as rule_side
+from miniharness.tools.config import Config
 from miniharness.tools.hooks import Hooks, Verdict
 from miniharness.tools.rules import Behavior, Call, Decision, Rules
 
@@ -24,13 +25,13 @@ class Policy:
     said: Verdict = NOTHING_SAID
 
     @classmethod
-    def of(cls, folder: Path) -> Policy:
+    def of(cls, config: Config) -> Policy:
         """The policy of a folder.
 
         Raises:
-            UsageError: harness.toml is wrong; names file, line and field.
+            UsageError: rules or hooks in harness.toml are wrong.
         """
-        return cls(rule_side.load(folder), hook_side.load(folder))
+        return cls(rule_side.load(config), hook_side.load(config))
 
     async def before(self, call: Call, run_id: str) -> tuple[Policy, Mapping[str, Any]]:
         """Ask the hooks; returns this policy with what they said, and the arguments as they want them."""

@@ -18,7 +18,7 @@ from typing import Any
 from miniharness.contract import canonical, digest
 from miniharness.errors import UsageError
 from miniharness.tools import shell
-from miniharness.tools.config import SETTINGS, TOOLS, WHEN, Example, RuleEntry, load_harness, read_object, read_text
+from miniharness.tools.config import TOOLS, WHEN, Config, Example, RuleEntry, Settings
 from miniharness.tools.paths import Access, PathRule
 
 RULE = re.compile(r"([A-Za-z0-9_.*-]+)(?:\((.*)\))?", re.DOTALL)
@@ -132,37 +132,36 @@ class _Reading:
     allowed: AllowedShell = field(default_factory=AllowedShell)
 
 
-def load(folder: Path) -> Rules:
+def load(config: Config) -> Rules:
     """The rules of a folder: `.claude/settings.json`, `.claude/settings.local.json` and `harness.toml`, merged.
 
     A file that cannot be read denies every write; a rule of ours that fails its own examples is an error.
 
     Raises:
-        UsageError: harness.toml is wrong; names file, line and field.
+        UsageError: an example in harness.toml does not do what it says.
     """
     rules: list[Rule] = []
     broken: list[str] = []
-    reading = _Reading(folder)
-    for name in SETTINGS:
-        path = folder / name
+    reading = _Reading(config.folder)
+    for settings in config.settings:
         try:
-            rules += _of_settings(path, reading)
+            rules += _of_settings(settings, reading)
         except UsageError as error:
             broken.append(str(error))
-    rules += _of_harness(folder / TOOLS, reading)
+    rules += _of_harness(config, reading)
     return Rules(rules, reading.unsupported, broken)
 
 
-def _of_settings(path: Path, reading: _Reading) -> Iterator[Rule]:
-    text, permissions = read_text(path), read_object(path, "permissions")
-    reading.unsupported += [f"{path}: {name}" for name in read_object(path) if name not in SETTINGS_READ]
+def _of_settings(settings: Settings, reading: _Reading) -> Iterator[Rule]:
+    path, permissions = settings.path, settings.part("permissions")
+    reading.unsupported += [f"{path}: {name}" for name in settings.plain if name not in SETTINGS_READ]
     reading.unsupported += [f"{path}: permissions.{name}" for name in permissions if name not in set(Behavior)]
     for behavior in Behavior:
         entries = permissions.get(behavior.value, [])
         if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
             raise UsageError(f"{path}: permissions.{behavior} must be a list of text")
         for entry in entries:
-            source = f"{path}:{_line_with(text, entry)}"
+            source = f"{path}:{_line_with(settings.text, entry)}"
             yield from _made(behavior, RuleEntry(rule=entry), source, reading)
 
 
@@ -171,12 +170,11 @@ def _line_with(text: str, entry: str) -> int:
     return next((n for n, line in enumerate(text.splitlines(), start=1) if quoted in line), 1)
 
 
-def _of_harness(path: Path, reading: _Reading) -> Iterator[Rule]:
-    text, harness = load_harness(path)
+def _of_harness(config: Config, reading: _Reading) -> Iterator[Rule]:
     for behavior in Behavior:
-        for given in getattr(harness.rules, behavior.value):
+        for given in getattr(config.harness.rules, behavior.value):
             entry = RuleEntry(rule=given) if isinstance(given, str) else given
-            source = f"{path}:{_line_with(text, entry.rule)}"
+            source = f"{config.folder / TOOLS}:{_line_with(config.text, entry.rule)}"
             for rule in _made(behavior, entry, source, reading):
                 _try_examples(rule, entry)
                 yield rule
