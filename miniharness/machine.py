@@ -285,7 +285,7 @@ def approved(run: Run, now: float) -> bool:
 
 def _settled_by(run: Run, now: float) -> bool:
     after_s = run.contract.tool.settles_after_s
-    return after_s is not None and now >= run.ended_at / 1000 + after_s
+    return after_s is not None and run.doubtful > 0 and now >= run.ended_at / 1000 + after_s
 
 
 def _next_plan_step(run: Run, expired: bool) -> Step:
