@@ -97,6 +97,12 @@ def all_notes() -> Notes:
     return Notes(notes=notes())
 
 
+@server.tool(structured_output=False)
+def text_only() -> list[dict[str, Any]]:
+    """Return all notes as JSON in a text."""
+    return [note.model_dump() for note in notes()]
+
+
 @server.tool()
 def text_notes() -> str:
     """Return all notes as text."""

@@ -266,3 +266,32 @@ def test_killed_wherever_a_call_is_it_ends_with_one_note(tmp_path: Path) -> None
         assert result["state"] == "succeeded"
         assert place.command("replay", result["run"])[0] == 0
     assert place.titles() == titles
+
+
+@pytest.mark.parametrize(
+    ("look_up", "told"),
+    [
+        ('look_up = { tool = "text_only", found = "[?title == $args.title] | [0]" }', "it has no structured content"),
+        ('look_up = { tool = "all_notes", found = "nots[?title == $args.title]" }', "it has no field 'nots'"),
+        ('look_up = { tool = "text_notes", reads = "text", found = "notes" }', "it has no field 'notes'"),
+        ('look_up = { tool = "text_notes", reads = "json" }', "breaks its schema"),
+        ('look_up = { tool = "all_notes", found = "notes[0]", fields = "title" }', "fields are no object"),
+    ],
+)
+def test_a_look_up_that_cannot_be_read_is_never_taken_for_absent(tmp_path: Path, look_up: str, told: str) -> None:
+    """Before the first write: nothing is decided, and the reason says what is wrong with the declaration."""
+    place = Place(tmp_path, f"{ADD.format('lookup')}{look_up}\nsettles_after = 0\n")
+    place.file.write_text('{"title": "older", "tag": "", "key": ""}\n')
+    for _ in range(2):
+        result = place.call("--execute")
+        assert (result["code"], result["attempts"], place.titles()) == (75, 0, ["older"])
+        assert told in result["interrupted"]["message"]
+
+
+def test_an_argument_that_the_tool_does_not_have_is_no_reference(tmp_path: Path) -> None:
+    """A typo in the declaration is told before anything is opened."""
+    place = Place(tmp_path, ADD.format("lookup") + LOOK_UP.replace("$args.title", "$args.titel"))
+    code, _, err = place.command(
+        "call", "notes.add", "--args", '{"title": "x"}', "--execute", "--config", str(tmp_path)
+    )
+    assert (code, "$args.titel is no argument of notes.add" in err, place.titles()) == (2, True, [])

@@ -144,3 +144,15 @@ def test_the_schema_of_the_file_is_printed_and_the_check_tells_what_is_missing(t
     assert "tickets.create" in checked.stdout
     assert "tools.tickets: there is no such server" in checked.stderr
     assert "mcpServers.other: the environment has no NOT_THERE" in checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("expression", "field"),
+    [
+        ("ticket", "ticket"), ("notes[?a == $args.a] | [0]", "notes"), ("a.b.c", "a"), ("a[0].b", "a"), ("a[].b", "a"),
+        ("a.*.b", "a"), ("@", None), ("@.a", None), ("[0]", None), ("a || b", None), ("contains(@, 'x')", None),
+    ],
+)  # fmt: skip
+def test_the_field_that_must_be_there_is_the_one_an_expression_begins_with(expression: str, field: str | None) -> None:
+    """A choice or a function may do without."""
+    assert config.leading_field(expression) == field

@@ -198,8 +198,8 @@ class Session:
         try:
             return read(result)
         except ValueError as error:
-            faults = f" ({error.error_count()} faults)" if isinstance(error, ValidationError) else ""
-            raise CallFailed(f"{name}: the answer breaks its schema{faults}", sent=True) from error
+            faults = f"{error.error_count()} faults" if isinstance(error, ValidationError) else str(error)
+            raise CallFailed(f"{name}: the answer breaks its schema ({faults})", sent=True) from error
 
     def _tell(self, error: BaseException) -> str:
         """The innermost reason, in words that name no content."""

@@ -298,6 +298,8 @@ async def prepare(folder: Path, session: Session, target: Target, contract: Cont
     schema = session.tool(target.name).input_schema
     if declared.key and declared.key not in schema.get("properties", {}):
         raise ToolUnavailable(f"{target.full_name} has no argument {declared.key!a} for the operation key")
+    if unknown := config.references([declared.model_dump()]) - schema.get("properties", {}).keys():
+        raise UsageError(f"harness.toml: $args.{min(unknown)} is no argument of {target.full_name}")
     made = declaration(target, contract, _whole(session, target.name))
     _check_arguments(schema, made.arguments("key", contract.action), target.full_name)
     return made
@@ -355,12 +357,18 @@ def _query(look_up: config.LookUp, action: Json, compared: frozenset[str]) -> Qu
         filled: Json = _filled(look_up.arguments, lambda name: key if name == "key" else _argument(action, name))
         return filled
 
+    leading = config.leading_field(look_up.found)
+
     def read(key: str, result: CallToolResult) -> Json | None:
+        content = _content(result, look_up.reads)
+        if leading and not (isinstance(content, dict) and leading in content):  # a typo must not look like an absence
+            raise ValueError(f"it has no field {leading!a}, which `found` begins with")
+
         def search(expression: str, value: Any) -> Any:
             known = config.with_literals(expression, lambda name: key if name == "key" else _argument(action, name))
             return jmespath.search(known, value)
 
-        found = search(look_up.found, _content(result, look_up.reads))
+        found = search(look_up.found, content)
         if found in (None, False, "", [], {}):  # what JMESPath itself holds for false
             return None
         fields = search(look_up.fields, found)
@@ -389,6 +397,8 @@ def _filled(value: Any, fill: Callable[[str], Any]) -> Any:
 
 def _content(result: CallToolResult, reads: str) -> Any:
     if reads == "structured":
+        if result.structured_content is None:
+            raise ValueError('it has no structured content; set reads = "json" or "text"')
         return result.structured_content
     text = "".join(getattr(block, "text", "") for block in result.content)
     return json.loads(text) if reads == "json" else text

@@ -28,12 +28,29 @@ RESERVED = {"run", "state", "reason", "certain", "attempts", "budget", "proposal
 RESERVED |= {"interrupted", "line"}
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 WHEN = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*(>=|<=|==|!=|>|<)\s*(-?[0-9]+(?:\.[0-9]+)?)\s*")
+STEPS = {"subexpression", "index_expression", "projection", "filter_projection", "value_projection", "flatten", "pipe"}
 REFERENCE = re.compile(r"\$(key|args\.([A-Za-z_][A-Za-z0-9_]*))")
 
 
 def with_literals(expression: str, value: Callable[[str], Any]) -> str:
     """A JMESPath expression in which `$key` and `$args.NAME` are replaced by what `value` returns for them."""
     return REFERENCE.sub(lambda m: "`" + json.dumps(value(m[1])).replace("`", "\\`") + "`", expression)
+
+
+def leading_field(expression: str) -> str | None:
+    """The field that a JMESPath expression begins with; None when it begins with something else, such as `@`."""
+    node = jmespath.compile(with_literals(expression, lambda name: "")).parsed
+    while node["type"] in STEPS:
+        node = node["children"][0]
+    return str(node["value"]) if node["type"] == "field" else None
+
+
+def references(value: Any) -> set[str]:
+    """The arguments `$args.NAME` that a text, or any text in a JSON value, refers to."""
+    if isinstance(value, str):
+        return {found[2] for found in REFERENCE.finditer(value) if found[2]}
+    inner = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else []
+    return {name for item in inner for name in references(item)}
 
 
 def _expression(text: str) -> str:
