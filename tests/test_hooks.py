@@ -53,6 +53,8 @@ FAILURES = {
     "a signal": "kill -9 $$",
     "missing": "./not-there.sh",
     "broken JSON": "echo '{'",
+    "JSON that says nothing": """echo '{"foo": 1}'""",
+    "a list": "echo '[1, 2]'",
     "another word": told(permissionDecision="perhaps"),
     "arguments that are none": told(updatedInput=[1]),
     "too long": "sleep 300",
@@ -160,13 +162,21 @@ def test_what_cannot_be_run_is_named_and_a_broken_file_denies_every_write(tmp_pa
     """Another event is named; a hook before the call that is no command makes the file unusable."""
     known = of(tmp_path, "true", event="SessionStart")
     assert "hooks.SessionStart" in known.unsupported[0]
-    known = of(tmp_path, "true", type="prompt")
-    assert "only hooks of type command" in known.broken[0]
+    (tmp_path / ".claude" / "settings.json").write_text('{"hooks": []}')
     assert Policy.of(config.load(tmp_path)).decide(Call("mcp__pay__refund", {})).behavior is Behavior.DENY
     assert Policy.of(config.load(tmp_path)).decide(Call("mcp__pay__list", {}), reads=True).behavior is Behavior.ALLOW
     (tmp_path / "harness.toml").write_text("[hooks]\nPreToolUse = [3]\n")
     with pytest.raises(UsageError, match=r"harness.toml: hooks.PreToolUse\[0\] must be"):
         hooks.load(config.load(tmp_path))
+
+
+@pytest.mark.parametrize("more", [{"type": "prompt"}, {"async": True}])
+async def test_a_hook_that_is_not_run_here_denies_what_it_is_about(tmp_path: Path, more: Any) -> None:
+    """It is named, and no other tool suffers."""
+    known = of(tmp_path, "true", matcher="mcp__pay__refund", **more)
+    assert "only hooks of type command" in known.unsupported[0]
+    assert (await known.say("PreToolUse", SEEN)).behavior == "deny"
+    assert (await known.say("PreToolUse", SEEN | {"tool_name": "mcp__notes__add"})).behavior == "none"
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------

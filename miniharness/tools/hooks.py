@@ -25,6 +25,15 @@ from miniharness.tools.config import TOOLS, Config
 
 EVENTS = ("PreToolUse", "PostToolUse", "PostToolUseFailure", "PermissionRequest")
 PLAIN_MATCHER = re.compile(r"[A-Za-z0-9_\- ,|]*")
+ANSWER_FIELDS = {
+    "continue",
+    "stopReason",
+    "systemMessage",
+    "suppressOutput",
+    "decision",
+    "reason",
+    "hookSpecificOutput",
+}
 STRENGTH = {"none": 0, "allow": 1, "ask": 2, "deny": 3}
 
 Behavior = Literal["none", "allow", "ask", "deny"]
@@ -137,10 +146,14 @@ def _gather(given: Mapping[str, Any], path: Path, folder: Path, hooks: dict[str,
                 if _is_run_here(handler):
                     hook = _made(event, matcher, handler, where, folder)
                     hooks.setdefault(canonical([event, matcher, handler]), hook)
-                elif event == "PreToolUse":
-                    raise UsageError(f"{where}: only hooks of type command are run here, and none in the background")
                 else:
-                    unsupported.append(f"{where}: a hook of another type than command")
+                    unsupported.append(f"{where}: only hooks of type command are run here, and none in the background")
+                    hooks.setdefault(canonical([event, matcher, handler]), Hook(event, matcher, where, _cannot_run))
+
+
+async def _cannot_run(seen: Seen) -> Verdict:
+    """Stands for a hook that is not run here; before a call it denies what the hook is about."""
+    raise ValueError("hooks of its type are not run here")
 
 
 def _is_run_here(handler: Any) -> bool:
@@ -205,11 +218,13 @@ def answer(code: int, out: str, err: str) -> Verdict:
     if code == 2:
         return Verdict("deny", err.strip()[:1000] or "a hook denies it")
     text = out.strip()
-    if not text.startswith("{"):
-        if code:
-            raise ValueError(f"it ended with exit code {code}: {err.strip()[:500]}")
-        return Verdict()
+    if code and not text.startswith("{"):
+        raise ValueError(f"it ended with exit code {code}" + (f": {err.strip()[:500]}" if err.strip() else ""))
+    if not text.startswith(("{", "[")):
+        return Verdict()  # plain text, or nothing, is no objection
     plain = json.loads(text)
+    if not isinstance(plain, dict) or (plain and not plain.keys() & ANSWER_FIELDS):
+        raise ValueError(f"its answer is none: {text[:200]}")
     special = plain.get("hookSpecificOutput")
     special = special if isinstance(special, dict) else {}
     if plain.get("continue") is False:
