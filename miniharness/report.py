@@ -61,8 +61,17 @@ def _interrupted(error: HarnessError | None) -> dict[str, str] | None:
 
 
 def _plain(event: Recorded) -> dict[str, Any]:
-    at = datetime.fromtimestamp(event.at / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    return {"seq": event.seq, "at": at, "epoch": event.epoch, "type": event.type.value, "detail": dict(event.detail)}
+    return {
+        "seq": event.seq,
+        "at": _time(event.at),
+        "epoch": event.epoch,
+        "type": event.type.value,
+        "detail": dict(event.detail),
+    }
+
+
+def _time(at_ms: int) -> str:
+    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def certain(run: Run) -> str:
@@ -73,7 +82,11 @@ def certain(run: Run) -> str:
 
 
 def next_command(run: Run, folder: Path, *, busy: bool = False, permit: bool = False) -> dict[str, str]:
-    """What to do next, `{"action", "command"}`: none, wait, execute, resume, ask_operator or settle."""
+    """What to do next, `{"action", "command"}`: none, wait, execute, approve, resume, ask_operator or settle.
+
+    `wait` can say `until` when. `settle` is a person's verdict after they looked for themselves: `command` is for what
+    is not there, `or` for what is.
+    """
     where = shlex.quote(_shown(folder))
     operate = f"python -m miniharness --state-dir {where}"
     resume = f"{run.contract.command} --state-dir {where} --run {run.id}"
@@ -92,11 +105,13 @@ def next_command(run: Run, folder: Path, *, busy: bool = False, permit: bool = F
     if run.may_dispatch and run.looked != run.epoch:  # an operator granted more
         return {"action": "execute", "command": f"{resume} --execute"}
     if run.settles and not run.conclusive:
-        return {"action": "wait", "command": alike}
+        after_s = run.contract.tool.settles_after_s or 0.0
+        return {"action": "wait", "command": alike, "until": _time(run.ended_at + int(after_s * 1000))}
     word = "--by NAME --why REASON"
     if run.conclusive:
         return {"action": "ask_operator", "command": f"{operate} grant {run.id} --dispatches 1 {word}"}
-    return {"action": "settle", "command": f"{operate} settle {run.id} --as failed {word}"}
+    settle = f"{operate} settle {run.id} --as"
+    return {"action": "settle", "command": f"{settle} failed {word}", "or": f"{settle} succeeded {word}"}
 
 
 def _shown(folder: Path) -> str:
@@ -132,8 +147,16 @@ def summary(result: Mapping[str, Any], noun: str) -> str:
         ]
     if stopped := result["interrupted"]:
         lines.append(f"stopped   {stopped['error']}: {stopped['message']}")
-    if result["next"]:
-        lines.append(f"next      {result['next']['command']}")
+    if following := result["next"]:
+        if "until" in following:
+            lines.append(f"wait      until {following['until']}, then the same command goes on")
+        if "or" in following:
+            lines += [
+                "look      for yourself what is there. If it is there:",
+                f"next      {following['or']}",
+                "If not:",
+            ]
+        lines.append(f"next      {following['command']}")
     return "\n".join(lines)
 
 

@@ -186,6 +186,7 @@ CONDITIONS: dict[str, tuple[State, EventType, dict[str, Any], dict[str, Any]]] =
     "the deadline waits for the model's answer": (S.NEW, E.DEADLINE_PASSED, {"asked": EPOCH}, {}),
     "the deadline waits for a look-up": (S.RECONCILING, E.DEADLINE_PASSED, {"looked": EPOCH - 1}, {}),
     "a yes to no question": (S.WAITING_EXECUTION, E.APPROVED, {"approval": None}, {}),
+    "a second yes": (S.WAITING_EXECUTION, E.APPROVED, {"approval": QUESTION | {"by": "ann"}}, {}),
     "a yes to another question": (S.WAITING_EXECUTION, E.APPROVED, {}, {"digest": "e"}),
     "nothing to void": (S.WAITING_EXECUTION, E.APPROVAL_VOIDED, {"approval": None}, {}),
     "a grant of nothing": (S.RECONCILE_REQUIRED, E.GRANTED, {}, {"dispatches": 0}),

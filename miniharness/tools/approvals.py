@@ -57,12 +57,14 @@ def ask(bound: Mapping[str, Any], text: str, why: str, now: float) -> Event:
     return Event(EventType.APPROVAL_ASKED, detail | {"expires_at": now + LIVES_S})
 
 
-def void(run: Run, bound: Mapping[str, Any], now: float) -> Event | None:
+def void(runs: Runs, run: Run, bound: Mapping[str, Any], now: float) -> Event | None:
     """Why the approval that this run has, or asks for, counts no more; None when it does, or there is none."""
     if run.approval is None:
         return None
     if run.approval["digest"] != digest(canonical(bound)):
-        return Event(EventType.APPROVAL_VOIDED, {"why": "what the approval was bound to has changed"})
+        asked = (question(runs, run) or {}).get("bound", {})
+        changed = ", ".join(name for name, value in bound.items() if asked.get(name) != value)
+        return Event(EventType.APPROVAL_VOIDED, {"why": f"what the approval was bound to has changed: {changed}"})
     if now >= run.approval["expires_at"]:
         return Event(EventType.APPROVAL_VOIDED, {"why": "the approval has expired"})
     return None

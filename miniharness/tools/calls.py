@@ -106,8 +106,14 @@ def find(settings: config.Config, full_name: str) -> Target:
     return Target(settings.server(server), name, settings.tool(server, name))
 
 
-def default_run(full_name: str, arguments: Mapping[str, Any]) -> str:
-    """The run of a call that names none: equal arguments are one operation."""
+def default_run(full_name: str | None, arguments: Mapping[str, Any] | None) -> str:
+    """The run of a call that names none: equal arguments are one operation.
+
+    Raises:
+        UsageError: there is nothing to make a name of.
+    """
+    if full_name is None or arguments is None:
+        raise UsageError("a call needs SERVER.TOOL and --args '{...}', or --run ID of one that was begun")
     return f"call-{digest(canonical([full_name, arguments]))[:12]}"
 
 
@@ -132,8 +138,8 @@ async def call(
         UsageError, ContractMismatch: the call is wrong; nothing was changed.
         StoreError: the journal cannot be used.
     """
-    run_id = run or (default_run(full_name, arguments) if full_name is not None and arguments is not None else "")
-    stored = runs.get(run_id) if run_id else None
+    run_id = run or default_run(full_name, arguments)
+    stored = runs.get(run_id)
     if stored is None and (full_name is None or arguments is None):
         raise UsageError(f"there is no run {run!a} yet; a new call needs SERVER.TOOL and --args")
     was = stored.contract if stored else None
@@ -178,7 +184,7 @@ async def _write(
                     )
                     break
                 except ToolUnavailable:  # where our own server died, the run goes on with the next: it looks up first
-                    if servers == SERVERS_FOR_A_CALL or not await session.dies():
+                    if servers == SERVERS_FOR_A_CALL or not session.connected or not await session.dies():
                         raise
     except (UsageError, ContractMismatch):
         raise
@@ -223,7 +229,7 @@ async def _drive(runs: Runs, run_id: str, call: Prepared, permit: bool, take_ove
     if run.state in FINAL:
         return None
     bound, shown = call.binding(run)
-    if voided := approvals.void(run, bound, time.time()):
+    if voided := approvals.void(runs, run, bound, time.time()):
         run = await runs.record(run, voided)
     ports = Ports(_proposing(call.contract), DeclaredTool(call.session, call.declared))
     run = await drive(runs, run, ports, permit and decision.behavior is Behavior.ALLOW)
@@ -231,7 +237,7 @@ async def _drive(runs: Runs, run_id: str, call: Prepared, permit: bool, take_ove
         return None
     if decision.behavior is Behavior.DENY:
         return Denied(f"{call.target.full_name}: {decision.reason}")
-    if not permit:
+    if not permit and not voided:
         return None
     if run.approval is None:
         runs.request(run_id, approvals.ask(bound, shown, decision.reason, time.time()), while_driven=True)
@@ -241,7 +247,8 @@ async def _drive(runs: Runs, run_id: str, call: Prepared, permit: bool, take_ove
         if said.behavior == "allow":
             approvals.approve(runs, runs.require(run_id), "a PermissionRequest hook")
             return await _drive(runs, run_id, call, permit, take_over)
-    return ApprovalNeeded(f"{call.target.full_name} needs an approval: {decision.reason}")
+    why = voided.detail["why"] if voided else decision.reason
+    return ApprovalNeeded(f"{call.target.full_name} needs an approval: {why}")
 
 
 def _proposing(contract: Contract) -> Callable[[Json], Any]:
@@ -289,7 +296,10 @@ async def prepare(folder: Path, session: Session, target: Target, contract: Cont
     """
     declared = target.declared
     names = [target.name] + ([declared.look_up.tool] if declared.look_up else [])
-    await session.connect({name: frozenset() for name in names})
+    await session.connect({})
+    if missing := [name for name in names if name not in session.tools]:
+        known = ", ".join(sorted(session.tools)) or "none"
+        raise UsageError(f"the server {target.server.name} offers no tool {missing[0]}; it offers: {known}")
     accept = f"python -m miniharness --state-dir {shlex.quote(str(folder))} accept"
     with closing(Pins(folder)) as pins:
         for name in names:

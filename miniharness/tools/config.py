@@ -263,6 +263,10 @@ class Config:
         Raises:
             UsageError: there is none, or it cannot be used.
         """
+        if not self.servers:
+            raise UsageError(
+                f"{self.folder.absolute()} has no {SERVERS} with servers; name its folder with --config DIR"
+            )
         if name not in self.servers:
             known = ", ".join(sorted(self.servers)) or "none"
             raise UsageError(f"{self.folder / SERVERS} has no server {name!a}; it has: {known}")
