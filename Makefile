@@ -37,7 +37,7 @@ $(VENV)/.installed: requirements.txt
 lock: $(VENV)/.installed
 	$(BIN)/pip freeze --exclude miniharness
 
-# PEERS=dbos,langgraph,restate,temporal adds other engines, each in an environment of its own below .peers
+# PEERS=dbos,langgraph,restate,temporal (proof also: all) adds other engines, each in an environment of its own in .peers
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --peers "$(PEERS)"
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from benchmarks import measures, peers, table
 from benchmarks.measures import FULL, QUICK, ROOT, Figures, Sizes
+from peers.environment import install
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 LEGEND = """\
@@ -107,7 +108,7 @@ def main() -> None:
         parser.error(f"there is no engine {min(unknown)!r}; known: {', '.join(sorted(known))}")
     chosen = [peer for peer in peers.PEERS if peer.engine in engines]
     for engine in engines:
-        peers.python_of(engine)
+        install(engine)
     begun = commit()
     sizes = QUICK if options.quick else FULL
     faults: list[str] = []

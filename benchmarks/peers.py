@@ -1,18 +1,14 @@
-"""The other engines: their environments, and the same work done by them, through `peers/NAME/engine.py`."""
+"""The same work done by the other engines, through `peers/NAME/engine.py`."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measures import ROOT, Figures, Sizes, ask, floor, fresh_folder, ours
-
-PLACE = "PEERS_VENV"
+from peers.environment import python_of
 
 
 @dataclass(frozen=True)
@@ -40,28 +36,6 @@ PEERS = (
     Peer("temporal", "temporal", "Temporal dev server, tuned", TEMPORAL, "tuned", 12, 2, 64, 0),
     Peer("temporal_stock", "temporal", "Temporal dev server, stock", TEMPORAL, "stock", 12, 2, 64, 0),
 )
-
-
-def python_of(engine: str) -> Path:
-    """The Python of this engine's environment, which is made if it is not there."""
-    place = Path(os.environ.get(PLACE) or ROOT / ".peers") / engine
-    python = place / "bin" / "python"
-    if not python.exists():
-        requirements = ROOT / "peers" / engine / "requirements.txt"
-        commands = [
-            [sys.executable, "-m", "venv", str(place)],
-            [str(python), "-m", "pip", "install", "--quiet", "-r", str(requirements)],
-        ]
-        npm = re.findall(r"^#\s+(npm install .*)$", requirements.read_text(), re.MULTILINE)
-        commands += [line.replace("VENV", str(place)).split() for line in npm]
-        for command in commands:
-            sys.stderr.write(f"{' '.join(command)}\n")
-            try:
-                subprocess.run(command, check=True, stdout=sys.stderr)
-            except BaseException:
-                shutil.rmtree(place, ignore_errors=True)  # half of an environment must not pass for one
-                raise
-    return python
 
 
 def version(peer: Peer) -> str:

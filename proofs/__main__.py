@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -18,9 +19,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from peers.environment import install, python_of
 from proofs.ours import Ours
 from proofs.page import render
-from proofs.peers import USES, Cell, python_of
+from proofs.peers import USES, Cell
 from proofs.process import ROOT
 
 KILLS, SMALL_KILLS = 2000, 200
@@ -52,12 +54,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _peers(args: argparse.Namespace) -> list[str]:
     """The peers that were asked for; by default those that are installed, and none in a small run."""
-    if args.cells:
+    if args.cells or args.peers == "none":
         return []
-    if args.peers in ("", "all"):
-        wanted = [name for name in USES if python_of(name).exists()]
-        return [] if (args.small or args.only) and not args.peers else wanted
-    return [] if args.peers == "none" else args.peers.split(",")
+    if not args.peers:
+        return [] if args.small or args.only else [name for name in USES if python_of(name).exists()]
+    if args.peers == "all":
+        return [name for name in USES if name != "absurd" or shutil.which("initdb")]  # which needs a Postgres
+    return args.peers.split(",")
 
 
 def _facts(args: argparse.Namespace, names: list[str], began: float, full: bool) -> dict[str, Any]:
@@ -84,6 +87,10 @@ def main() -> int:
     args = _parser().parse_args()
     began = time.monotonic()
     names = _peers(args)
+    if unknown := set(names) - USES.keys():
+        _parser().error(f"there is no peer {min(unknown)!r}; known: {', '.join(USES)}")
+    for name in names:
+        install(name)
     tell(f"seed {args.seed}; peers: {', '.join(names) or 'none'}")
     command = [sys.executable, "-m", "proofs.peers", *names]
     theirs = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) if names else None

@@ -19,9 +19,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from peers.environment import python_of
+from peers.world import books
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "peers"))
-from world import books  # type: ignore[import-not-found]  # noqa: E402 - theirs, on their path
 
 LIMIT_S = 180.0
 LOOP = 8
@@ -57,11 +58,6 @@ class Cell:
     verdicts: list[str] = field(default_factory=list)
     detail: str = ""
     seconds: float = 0.0
-
-
-def python_of(peer: str) -> Path:
-    """The Python of the peer's own virtual environment."""
-    return Path(os.environ.get("PEERS_VENV", ROOT / ".peers")) / peer / "bin" / "python"
 
 
 def cells(names: list[str]) -> Iterator[Cell]:
