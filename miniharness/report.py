@@ -90,20 +90,23 @@ def next_command(run: Run, folder: Path, *, busy: bool = False, permit: bool = F
     where = shlex.quote(_shown(folder))
     operate = f"python -m miniharness --state-dir {where}"
     resume = f"{run.contract.command} --state-dir {where} --run {run.id}"
+    if not run.contract.command:  # a program's own call
+        resume = "run the program again that made this call"
     if run.state in FINAL:
         return {"action": "none", "command": f"{operate} replay {run.id}"}
-    alike = resume + (" --execute" if permit else "")
+    execute = f"{resume} --execute" if run.contract.command else resume
+    alike = execute if permit else resume
     if busy:
         return {"action": "wait", "command": alike}
     if run.state is State.WAITING_EXECUTION and not run.cancel and run.approval:
         approve = {"action": "approve", "command": f"{operate} approve {run.id} --by NAME"}
         return approve if run.approval["by"] is None else {"action": "execute", "command": resume}
     if run.state is State.WAITING_EXECUTION and not run.cancel:
-        return {"action": "execute", "command": f"{resume} --execute"}
+        return {"action": "execute", "command": execute}
     if run.state is not State.RECONCILE_REQUIRED or (run.cancel and run.looked != run.epoch):
         return {"action": "resume", "command": alike}
     if run.may_dispatch and run.looked != run.epoch:  # an operator granted more
-        return {"action": "execute", "command": f"{resume} --execute"}
+        return {"action": "execute", "command": execute}
     if run.settles and not run.conclusive:
         after_s = run.contract.tool.settles_after_s or 0.0
         return {"action": "wait", "command": alike, "until": _time(run.ended_at + int(after_s * 1000))}

@@ -213,6 +213,17 @@ class Runs:
                 for seq, at, epoch, kind, detail, chained in rows
             ]
 
+    def recorded(self, kind: EventType, within: str | None = None) -> list[Recorded]:
+        """All events of one type, of the runs `WITHIN.NAME` or of every run, by run and oldest first."""
+        where = " and run > :within || '.' and run < :within || '/'" if within else ""  # a slash follows a dot
+        sql = f"select run, seq, at, epoch, detail, digest from events where type = :kind{where} order by run, seq"
+        rows = self._db.execute(sql, {"kind": kind.value, "within": within}).fetchall()
+        events = []
+        for run_id, seq, at, epoch, detail, chained in rows:
+            with self._readable(run_id):
+                events.append(Recorded(seq, at, epoch, kind, json.loads(detail), chained))
+        return events
+
     def driven_elsewhere(self, run: Run) -> bool:
         """Whether another process that lives has claimed `run`, and the run has not ended."""
         mine = self._owner is not None and run.owner == self._owner.name

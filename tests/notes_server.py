@@ -104,6 +104,19 @@ def text_only() -> list[dict[str, Any]]:
 
 
 @server.tool()
+def hang() -> str:
+    """Never answer."""
+    time.sleep(3600)
+    return ""
+
+
+@server.tool()
+def grumble(title: str) -> str:
+    """Fail with words only."""
+    raise ValueError(f"{title}: the disk is full")
+
+
+@server.tool()
 def text_notes() -> str:
     """Return all notes as text."""
     return "\n".join(f"{note.number}: {note.title}" for note in notes())

@@ -149,3 +149,98 @@ def test_an_invisible_character_is_shown(place: Asked) -> None:
     """What is approved is what is seen: text that turns the line around is escaped."""
     place.call("--execute", title="pay \u202e 001")
     assert "\\u202e" in place.command("approvals")[1]
+
+
+FILES = """\
+[tools.notes.add]
+recovery = "lookup"
+paths = { title = "edit" }
+look_up = { tool = "all_notes", found = "notes[?title == $args.title] | [0]", id = "number" }
+"""
+
+
+def within(place: Asked, title: str, run: str = "agent-1") -> dict[str, Any]:
+    return place.call("--within", run, "--execute", title=title)
+
+
+def test_trust_is_for_one_tool_within_one_run_and_these_files(place: Asked) -> None:
+    """A yes for the session lets calls like it through, each with its own approval; anything else is asked about."""
+    place.declare(FILES, ASKED + 'deny = ["mcp__notes__add(title:*secret*)"]')
+    first = within(place, "src/a")
+    assert (first["code"], first["run"].startswith("agent-1.")) == (3, True)
+    pattern = f"/{place.folder}/src/**"
+    code, out, err = place.command("approve", first["run"], "--by", "ann", "--for-session", "--paths", pattern)
+    assert (code, "ann trusts calls of notes.add on files within" in out) == (0, True), err
+    place.file.write_text("")
+    inside = str(place.folder / "src" / "b")
+    done = within(place, inside)
+    assert (done["state"], place.titles()) == ("succeeded", [inside])
+    events = {event["type"]: event["detail"] for event in place.history(done["run"])}
+    assert events["approved"]["by"] == "ann, for all such calls within this run"
+    for title, run in ((str(place.folder / "doc"), "agent-1"), (inside + "2", "agent-2")):
+        assert (within(place, title, run)["code"], place.titles()) == (3, [inside])
+    denied = within(place, str(place.folder / "src" / "secret"))
+    assert (denied["interrupted"]["error"], place.titles()) == ("Denied", [inside])
+    code, out, _ = place.command("trust", "--json")
+    told = json.loads(out)
+    assert (told["within"], told["tool"], told["by"], told["paths"]) == ("agent-1", "notes.add", "ann", [pattern])
+
+
+@pytest.mark.parametrize("change", ["server", "destructive"])
+def test_trust_ends_where_the_tool_is_another(place: Asked, change: str) -> None:
+    """Another server behind the name, or a tool that is declared destructive, is asked about again."""
+    run = within(place, "a")["run"]
+    assert place.command("approve", run, "--by", "ann", "--for-session")[0] == 0
+    assert within(place, "b")["state"] == "succeeded"
+    if change == "server":
+        place.serve("", env={"CHANGED": "1"})
+    else:
+        place.declare(ADD.format("lookup") + 'risk = "destructive"\n' + LOOK_UP)
+    assert (within(place, "c")["code"], place.titles()) == (3, ["b"])
+
+
+def test_trust_needs_an_agents_run(place: Asked) -> None:
+    """There is no trust that is not within one."""
+    run = place.call("--execute")["run"]
+    code, _, err = place.command("approve", run, "--by", "ann", "--for-session")
+    assert (code, "within an agent's run" in err) == (2, True)
+    code, _, err = place.command("approve", run, "--by", "ann", "--paths", "src/**")
+    assert (code, "--paths limits --for-session" in err) == (2, True)
+
+
+def test_only_who_is_named_may_answer(place: Asked) -> None:
+    """And a change of who it is voids the question."""
+    place.declare(ADD.format("lookup") + LOOK_UP, ASKED + '[approvals]\nby = ["ben"]\n')
+    run = place.call("--execute")["run"]
+    code, _, err = place.command("approve", run, "--by", "ann")
+    assert (code, "lets only ben approve" in err) == (2, True)
+    place.declare(ADD.format("lookup") + LOOK_UP, ASKED + '[approvals]\nby = ["ann"]\n')
+    again = place.call("--run", run)
+    assert (again["code"], "answered_by" in again["interrupted"]["message"]) == (3, True)
+    place.approve(run)
+    assert place.call("--run", run)["state"] == "succeeded"
+
+
+def test_what_changed_since_the_approval_is_told(place: Asked) -> None:
+    """Also by a command without the permit, for the approval would have been it."""
+    run = place.call("--execute")["run"]
+    place.approve(run)
+    place.declare(ADD.format("lookup") + LOOK_UP, ASKED + 'deny = ["mcp__other"]\n')
+    told = place.call("--run", run)
+    assert (told["code"], told["next"]["action"], place.titles()) == (3, "approve", [])
+    assert told["interrupted"]["message"].endswith("what the approval was bound to has changed: policy")
+
+
+def test_doctor_names_what_waits_for_a_person_or_for_time(tmp_path: Path) -> None:
+    """An approval, and a settling time."""
+    place = Asked(tmp_path, ADD.format("lookup") + LOOK_UP + "\nsettles_after = 3600")
+    asked = place.call("--execute")["run"]
+    place.declare(ADD.format("lookup") + LOOK_UP + "\nsettles_after = 3600", '[rules]\nallow = ["mcp__notes"]')
+    place.serve("before")
+    waits = place.call("--execute", title="other")
+    assert (waits["next"]["action"], waits["next"]["until"] > "2026") == ("wait", True)
+    code, out, err = place.command("doctor")
+    assert (code, err) == (3, "")
+    assert asked in out
+    assert "needs a person" in out
+    assert "waits until nothing can land any more" in out

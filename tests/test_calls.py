@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import sqlite3
 import sys
 import time
@@ -295,3 +296,89 @@ def test_an_argument_that_the_tool_does_not_have_is_no_reference(tmp_path: Path)
         "call", "notes.add", "--args", '{"title": "x"}', "--execute", "--config", str(tmp_path)
     )
     assert (code, "$args.titel is no argument of notes.add" in err, place.titles()) == (2, True, [])
+
+
+def test_what_only_a_person_can_settle_names_both_verdicts(tmp_path: Path) -> None:
+    """The text says to look first."""
+    place = Place(tmp_path, "", "before")
+    words = ("call", "notes.add", "--args", '{"title": "hello"}', "--execute", "--config", str(tmp_path))
+    code, out, _ = place.command(*words)
+    assert (code, "look      for yourself" in out) == (3, True)
+    assert ("--as succeeded" in out, "--as failed" in out) == (True, True)
+
+
+def test_an_interrupted_call_says_where_it_is(tmp_path: Path) -> None:
+    """Ctrl-C while the write is under way: state and next command; the same command goes on."""
+    place = Place(tmp_path, ADD.format("lookup") + LOOK_UP, "slow")
+    words = ["call", "notes.add", "--args", '{"title": "hello"}', "--execute", "--config", str(tmp_path), "--json"]
+    process = Lab(tmp_path / "state").start(*words, program=("-m", "miniharness"))
+    give_up = time.monotonic() + 30
+    while not (tmp_path / "met").exists() and time.monotonic() < give_up:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    told = json.loads(out)
+    assert (process.returncode, told["state"], told["interrupted"]["error"]) == (75, "dispatching", "Interrupted")
+    assert told["next"]["command"].endswith(f"--run {told['run']} --execute")
+    time.sleep(2.5)  # whatever can still land has landed
+    result = place.call("--execute")
+    assert (result["state"], result["attempts"]) == ("reconcile_required", 1)
+
+
+LIMITS = '[tools.notes.all_notes]\nrecovery = "read"\n[limits]\ncalls_per_run = 3\n'
+
+
+def test_a_read_that_only_repeats_the_last_call_is_denied(tmp_path: Path) -> None:
+    """Within an agent's run; a write in between makes it a new question, and the run has so many calls."""
+    place = Place(tmp_path, PUT + LIMITS)
+
+    def ask(*words: str) -> tuple[int, str]:
+        code, _, err = place.command(
+            "call", *words, "--within", "agent-1", "--execute", "--config", str(tmp_path), "--json"
+        )
+        return code, err
+
+    read, write = ("notes.all_notes", "--args", "{}"), ("notes.put", "--args", '{"title": "hello"}')
+    assert ask(*read)[0] == 0
+    code, err = ask(*read)
+    assert (code, "this very call was just made" in err) == (1, True)
+    assert [ask(*write)[0], ask(*write)[0], ask(*read)[0]] == [0, 0, 0]
+    code, err = ask("notes.put", "--args", '{"title": "other"}')
+    code, out, _ = place.command(
+        "call", "notes.put", "--args", '{"title": "b"}', "--within", "agent-1", "--config", str(tmp_path)
+    )
+    assert (code, "all of its 3 calls" in out, place.titles()) == (1, True, ["hello"])
+    for _ in range(2):
+        assert place.command("call", *read, "--config", str(tmp_path))[0] == 0
+
+
+def test_a_read_that_failed_may_be_made_again_once(tmp_path: Path) -> None:
+    """Three times the same failure would tell nothing new."""
+    place = Place(tmp_path, '[tools.notes.hang]\nrecovery = "read"\ntimeout = 0.5\n')
+    codes = [
+        place.command("call", "notes.hang", "--args", "{}", "--within", "a", "--config", str(tmp_path))[0]
+        for _ in range(3)
+    ]
+    assert codes == [75, 75, 1]
+
+
+def test_each_call_can_be_an_operation_of_its_own(tmp_path: Path) -> None:
+    """Then it needs a name, and equal arguments write twice."""
+    place = Place(tmp_path, PUT + 'operation = "call"\n')
+    code, _, err = place.command(
+        "call", "notes.put", "--args", '{"title": "a"}', "--execute", "--config", str(tmp_path)
+    )
+    assert (code, "give it a name with --run ID" in err) == (2, True)
+    for run in ("one", "two", "two"):
+        words = ("call", "notes.put", "--args", '{"title": "a"}', "--run", run, "--execute", "--config", str(tmp_path))
+        assert place.command(*words)[0] == 0
+    assert place.titles() == ["a", "a"]
+
+
+def test_what_a_tool_says_of_its_error_in_plain_text_is_evidence(tmp_path: Path) -> None:
+    """And can be declared clean like a structured one."""
+    place = Place(
+        tmp_path, '[tools.notes.grumble]\nrecovery = "manual"\nclean_errors = [{ message = "disk is full" }]\n'
+    )
+    result = place.call("--execute", tool="notes.grumble")
+    assert (result["state"], "the disk is full" in result["reason"]) == ("failed", True)

@@ -164,7 +164,7 @@ def test_what_cannot_be_run_is_named_and_a_broken_file_denies_every_write(tmp_pa
     assert "hooks.SessionStart" in known.unsupported[0]
     (tmp_path / ".claude" / "settings.json").write_text('{"hooks": []}')
     assert Policy.of(config.load(tmp_path)).decide(Call("mcp__pay__refund", {})).behavior is Behavior.DENY
-    assert Policy.of(config.load(tmp_path)).decide(Call("mcp__pay__list", {}), reads=True).behavior is Behavior.ALLOW
+    assert Policy.of(config.load(tmp_path)).decide(Call("mcp__pay__list", {}), "read").behavior is Behavior.ALLOW
     (tmp_path / "harness.toml").write_text("[hooks]\nPreToolUse = [3]\n")
     with pytest.raises(UsageError, match=r"harness.toml: hooks.PreToolUse\[0\] must be"):
         hooks.load(config.load(tmp_path))

@@ -41,8 +41,8 @@ def test_deny_comes_before_ask_and_ask_before_allow(tmp_path: Path) -> None:
     assert known.decide(a_call("mcp__notes__add")).behavior is ASK
     assert known.decide(a_call("mcp__notes__put")).behavior is ALLOW
     assert known.decide(a_call("mcp__other__put")).behavior is ASK
-    assert known.decide(a_call("mcp__other__put"), reads=True).behavior is ALLOW
-    assert known.decide(a_call(), reads=True).behavior is DENY
+    assert known.decide(a_call("mcp__other__put"), "read").behavior is ALLOW
+    assert known.decide(a_call(), "read").behavior is DENY
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_read_denies_every_write(tmp_path: Path, text: str
     known = of(tmp_path, local=text, allow=["mcp__pay__refund"])
     decision = known.decide(a_call())
     assert (decision.behavior, "settings.local.json" in decision.reason) == (DENY, True)
-    assert known.decide(a_call("mcp__pay__list"), reads=True).behavior is ALLOW
+    assert known.decide(a_call("mcp__pay__list"), "read").behavior is ALLOW
 
 
 def test_what_is_not_supported_is_named(tmp_path: Path) -> None:

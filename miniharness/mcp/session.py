@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 class CallFailed(OutcomeUnknown):
     """The call gave no usable answer. `sent` tells whether it may have arrived, `late` whether it took too long,
-    `error` is the tool's own structured error, if it gave one."""
+    `error` is what the tool itself says of it: its structured error, or its text as the `message`."""
 
     def __init__(self, message: str, *, sent: bool, late: bool = False, error: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class CallFailed(OutcomeUnknown):
 
     @property
     def reason(self) -> str:
-        """The tool's own words where it gave some in its structured error, otherwise ours."""
+        """The tool's own words where it gave some, otherwise ours."""
         return str(self.error.get("message") or self)[:500]
 
 
@@ -198,7 +198,8 @@ class Session:
         content = result.structured_content
         if result.is_error:
             told = content.get("error") if isinstance(content, dict) else None
-            reported = told if isinstance(told, dict) else {}
+            text = "".join(getattr(block, "text", "") for block in result.content)
+            reported = told if isinstance(told, dict) else {"message": text}
             raise CallFailed(f"{name}: the tool reported an error", sent=True, error=reported)
         try:
             return read(result)

@@ -10,18 +10,25 @@ import json
 import os
 import socket
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from miniharness.contract import Contract, canonical, digest
+from miniharness.engine import Json
+from miniharness.errors import UsageError
 from miniharness.machine import Event, EventType, Run
 from miniharness.runs import Runs
+from miniharness.tools import config
+from miniharness.tools.names import agents_run
+from miniharness.tools.paths import PathRule
+from miniharness.tools.rules import Call
 
-LIVES_S = 7 * 86400.0
+DAY_S = 86400.0
 INVISIBLE = {"Cc", "Cf", "Zl", "Zp", "Co", "Cn"}
 
 
-def binding(run: Run, arguments: Mapping[str, Any], definition: Mapping[str, Any], policy: str) -> dict[str, Any]:
+def binding(run: Run, arguments: Json, definition: Json, policy: str, people: config.Approvals) -> dict[str, Any]:
     """Everything that an approval of this run's write covers; if any of it changes, it is void.
 
     `arguments` are those that will be sent, `definition` what the server says of the tool, `policy` the rules' digest.
@@ -37,6 +44,8 @@ def binding(run: Run, arguments: Mapping[str, Any], definition: Mapping[str, Any
         "goal": digest(canonical(contract.goal)),
         "dispatches": run.dispatches_limit,
         "policy": policy,
+        "answered_by": people.by,
+        "days": people.days,
     }
 
 
@@ -54,7 +63,7 @@ def _escaped(character: str) -> str:
 def ask(bound: Mapping[str, Any], text: str, why: str, now: float) -> Event:
     """The question, for the history."""
     detail = {"digest": digest(canonical(bound)), "bound": dict(bound), "shown": text, "why": why}
-    return Event(EventType.APPROVAL_ASKED, detail | {"expires_at": now + LIVES_S})
+    return Event(EventType.APPROVAL_ASKED, detail | {"expires_at": now + bound["days"] * DAY_S})
 
 
 def void(runs: Runs, run: Run, bound: Mapping[str, Any], now: float) -> Event | None:
@@ -79,12 +88,52 @@ def question(runs: Runs, run: Run) -> dict[str, Any] | None:
     return next((dict(detail) for detail in asked if detail["digest"] == wanted), None)
 
 
-def approve(runs: Runs, run: Run, by: str) -> Run:
+def may_answer(question: Json, by: str) -> bool:
+    """Whether this person may answer it; where nobody is named, everybody may."""
+    people = question["bound"]["answered_by"]
+    return not people or by in people
+
+
+def approve(runs: Runs, run: Run, by: str, trust: Json | None = None) -> Run:
     """Record a person's yes to the question that `run` asks, with who said it and from where.
+
+    `trust` is a yes to more than this one write, made by `trust_in`.
 
     Raises:
         IllegalMove: it asks none, or another one by now.
     """
     wanted = run.approval["digest"] if run.approval else ""
     detail = {"digest": wanted, "by": by, "from": f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"}
+    detail |= {"trust": dict(trust)} if trust else {}
     return runs.request(run.id, Event(EventType.APPROVED, detail), while_driven=True)
+
+
+def trust_in(runs: Runs, run: Run, paths: Sequence[str]) -> dict[str, Any]:
+    """What a yes for the whole of an agent's run covers: the tool that `run` is about to call, as it is now.
+
+    With `paths`, gitignore patterns below the working directory, only where every path of a call is within them.
+
+    Raises:
+        UsageError: the call belongs to no agent's run, or asks nothing.
+    """
+    bound, within = (question(runs, run) or {}).get("bound"), agents_run(run.id)
+    if bound is None or within is None:
+        raise UsageError(f"run {run.id} is no call within an agent's run (RUN.NAME) that asks for an approval")
+    anchored = [path if path.startswith(("//", "~/")) else f"/{Path.cwd() / path.removeprefix('/')}" for path in paths]
+    same = {name: bound[name] for name in ("tool", "server", "definition")}
+    return {"within": within, **same, "paths": anchored, "days": bound["days"]}
+
+
+def trusted(runs: Runs, run_id: str, bound: Json, call: Call, now: float) -> str | None:
+    """Who trusts the tool within the agent's run of this call; None when nobody does."""
+    within = agents_run(run_id)
+    if call.shell:  # what a command does is no path
+        return None
+    for event in runs.recorded(EventType.APPROVED, within) if within else ():
+        trust = event.detail.get("trust")
+        if trust and all(trust[name] == bound[name] for name in ("tool", "server", "definition")):
+            rules = [PathRule.of(pattern, Path("/"), denies=False) for pattern in trust["paths"]]
+            covered = all(any(rule.matches(path) for rule in rules) for _, path in call.paths)
+            if (not rules or (call.paths and covered)) and now < event.at / 1000 + trust["days"] * DAY_S:
+                return str(event.detail["by"])
+    return None

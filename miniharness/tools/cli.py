@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import getpass
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from miniharness import signals
 from miniharness.cli import By, Json, RunId, Why, app, decide, headed, printed, said, state_folder
 from miniharness.contract import Budget
-from miniharness.errors import UsageError
+from miniharness.errors import Interrupted, UsageError
 from miniharness.machine import Event, EventType, State
-from miniharness.report import exit_code, next_command, summary
+from miniharness.report import exit_code, next_command, report, summary
 from miniharness.runs import Runs
+
+if TYPE_CHECKING:
+    from miniharness.tools.config import Tool
 
 Folder = Annotated[Path, typer.Option("--config", metavar="DIR", help="where .mcp.json and harness.toml are")]
 FullName = Annotated[str, typer.Argument(metavar="SERVER.TOOL")]
@@ -35,6 +39,9 @@ def call(
     tool: Annotated[str | None, typer.Argument(metavar="[SERVER.TOOL]")] = None,
     args: Annotated[str | None, typer.Option(metavar="JSON", help="the arguments, an object")] = None,
     run: Annotated[str | None, typer.Option(metavar="ID", help="default: made of the tool and the arguments")] = None,
+    within: Annotated[
+        str | None, typer.Option(metavar="RUN", help="the agent's run that it belongs to: equal calls in it are one")
+    ] = None,
     execute: Annotated[bool, typer.Option("--execute", help="the permit: this command may write")] = False,
     expect: Annotated[
         str | None, typer.Option(metavar="JSON|FILE", help="what the resource must have; default: the arguments")
@@ -48,31 +55,60 @@ def call(
     """Call a tool once, durably: the same command again goes on, whatever happened to the one before."""
     from miniharness.tools import calls
     from miniharness.tools.config import load
+    from miniharness.tools.names import operation
+    from miniharness.tools.policy import Policy
+    from miniharness.tools.remote import find
 
-    given = partial(
-        calls.call,
-        settings=load(config),
-        full_name=tool,
-        arguments=_object("--args", args) if args is not None else None,
-        run=run,
-        expect=_object("--expect", _text(expect)) if expect is not None else None,
-        permit=execute,
-        take_over=take_over,
-        budget=Budget(dispatches=dispatches) if dispatches else None,
-        deadline=deadline.timestamp() if deadline else None,
-    )
+    settings = load(config)
     with closing(Runs(state_folder(ctx, new=True))) as journal:
-        result = signals.run(signals.obeyed(given(journal)))
+        tool, arguments = _what(journal, run, tool, args)
+        target = find(settings, tool)
+        if run is None and target.declared.operation == "call":
+            raise UsageError(f"each call of {tool} is an operation of its own; give it a name with --run ID")
+        run_id = run or operation(tool, arguments, within)
+        asked = calls.Asked(
+            expect=_object("--expect", _text(expect)) if expect is not None else None,
+            permit=execute,
+            take_over=take_over,
+            budget=Budget(dispatches=dispatches) if dispatches else None,
+            deadline=deadline.timestamp() if deadline else None,
+            command=_command(config),
+        )
+
+        def once() -> Mapping[str, Any]:
+            try:
+                passage = calls.Passage(journal, Policy.of(settings), target, run_id, arguments, asked)
+                return signals.run(signals.obeyed(calls.call(passage)))
+            except Interrupted as stop:
+                if journal.get(run_id) is None:
+                    raise
+                return report(journal, run_id, stop, permit=execute)
+
+        result = once()
         if _asked_in_place(journal, result):
-            result = signals.run(signals.obeyed(given(journal)))
-        noun = "resource"
-        if "run" in result and (stored := journal.get(result["run"])):
-            noun = stored.contract.tool.resource
-    if "run" not in result:  # a tool that only reads
+            result = once()
+    if target.declared.recovery == "read":
         print(json.dumps(result, ensure_ascii=False) if as_json else result["result"])
         return
-    print(json.dumps(result, ensure_ascii=False) if as_json else summary(result, noun))
+    print(json.dumps(result, ensure_ascii=False) if as_json else summary(result, target.declared.resource))
     raise typer.Exit(exit_code(result))
+
+
+def _what(journal: Runs, run: str | None, tool: str | None, args: str | None) -> tuple[str, dict[str, Any]]:
+    """The tool and its arguments; those of a run that was begun need not be said again."""
+    stored = journal.get(run) if run else None
+    if stored:
+        tool, given = tool or stored.contract.tool.name, stored.contract.action
+        return tool, given if args is None else _object("--args", args)
+    if tool is None or args is None:
+        begun = f"there is no run {run!a} yet" if run else "what is to be called is not said"
+        raise UsageError(f"{begun}; a new call needs SERVER.TOOL and --args '{{...}}'")
+    return tool, _object("--args", args)
+
+
+def _command(folder: Path) -> str:
+    config_option = "" if folder.resolve() == Path.cwd() else f" --config {shlex.quote(str(folder))}"
+    return f"python -m miniharness call{config_option}"
 
 
 def _asked_in_place(journal: Runs, result: Mapping[str, Any]) -> bool:
@@ -83,13 +119,16 @@ def _asked_in_place(journal: Runs, result: Mapping[str, Any]) -> bool:
     if not (waits and sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     run = journal.require(result["run"])
-    question = approvals.question(journal, run)
-    if question is None:
+    question, by = approvals.question(journal, run), getpass.getuser()
+    if question is None or not approvals.may_answer(question, by):
         return False
     print(f"{question['why']}\n{question['shown']}", file=sys.stderr)
-    if not typer.confirm("send exactly this, once?", err=True):
+    try:
+        if not typer.confirm("send exactly this, once?", err=True):
+            return False
+    except typer.Abort:
         return False
-    approvals.approve(journal, run, getpass.getuser())
+    approvals.approve(journal, run, by)
     return True
 
 
@@ -116,12 +155,17 @@ def _object(option: str, text: str) -> dict[str, Any]:
 @app.command()
 def accept(ctx: typer.Context, tool: FullName, config: Folder = Path()) -> None:
     """Accept a tool as its server describes it now, and show what has changed."""
-    from miniharness.tools import calls
-    from miniharness.tools.config import load
+    from miniharness.tools.config import MANUAL, load
     from miniharness.tools.pins import Pins
+    from miniharness.tools.remote import find
 
-    target = calls.find(load(config), tool)
-    definition = signals.run(signals.obeyed(calls.describe(target)))
+    target = replace(find(load(config), tool), declared=MANUAL)  # a look-up is accepted by its own name
+
+    async def described() -> Mapping[str, Any]:
+        async with target.reach() as reached:
+            return reached.definitions[tool]
+
+    definition = signals.run(signals.obeyed(described()))
     with closing(Pins(state_folder(ctx))) as pins:
         changed = pins.accept(target.full_name, definition)
     print(changed or f"{tool} is as it was accepted")
@@ -142,10 +186,11 @@ def list_approvals(ctx: typer.Context, as_json: Json = False) -> None:
     from miniharness.tools import approvals
 
     with closing(Runs(state_folder(ctx))) as journal:
-        asked = [(run, approvals.question(journal, run)) for run in journal.all(State.WAITING_EXECUTION)]
-        for run, question in asked:
-            if question is None or not run.approval or run.approval["by"] is not None:
-                continue
+        waiting = [r for r in journal.all(State.WAITING_EXECUTION) if r.approval and r.approval["by"] is None]
+        if not waiting:
+            print("no call waits for an approval", file=sys.stderr)
+        for run in waiting:
+            question = approvals.question(journal, run) or {}
             following = next_command(run, journal.folder)
             if as_json:
                 print(json.dumps({"run": run.id, **question, "next": following}, ensure_ascii=False))
@@ -154,20 +199,53 @@ def list_approvals(ctx: typer.Context, as_json: Json = False) -> None:
 
 
 @app.command()
-def approve(ctx: typer.Context, run: RunId, by: By) -> None:
+def approve(
+    ctx: typer.Context,
+    run: RunId,
+    by: By,
+    for_session: Annotated[
+        bool, typer.Option("--for-session", help="and every such call of the tool within the same agent's run")
+    ] = False,
+    paths: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="with --for-session: only for files within these")
+    ] = None,
+) -> None:
     """Approve the write that a run asks for, exactly as it is shown, once."""
     from miniharness.tools import approvals
 
     said("--by", by)
+    if paths and not for_session:
+        raise UsageError("--paths limits --for-session; a single write is approved as it is shown")
     with closing(Runs(state_folder(ctx))) as journal:
         stored = journal.require(run)
         question = approvals.question(journal, stored)
         if question is None:
             raise UsageError(f"run {run} asks for no approval; next: {next_command(stored, journal.folder)['command']}")
-        stored = approvals.approve(journal, stored, by)
+        if not approvals.may_answer(question, by):
+            people = ", ".join(question["bound"]["answered_by"])
+            raise UsageError(f"--by {by}: harness.toml lets only {people} approve (approvals.by)")
+        trust = approvals.trust_in(journal, stored, paths or []) if for_session else None
+        stored = approvals.approve(journal, stored, by, trust)
         print(question["shown"])
         print(f"{run}: approved by {by}, for this one write")
+        if trust:
+            print(_trusted(trust, by))
         print(f"next: {next_command(stored, journal.folder)['command']}")
+
+
+def _trusted(trust: Mapping[str, Any], by: str) -> str:
+    files = f" on files within {', '.join(trust['paths'])}" if trust["paths"] else ""
+    return f"{trust['within']}: {by} trusts calls of {trust['tool']}{files}; what a rule denies stays denied"
+
+
+@app.command()
+def trust(ctx: typer.Context, as_json: Json = False) -> None:
+    """List what was approved for the whole of an agent's run."""
+    with closing(Runs(state_folder(ctx))) as journal:
+        for event in journal.recorded(EventType.APPROVED):
+            if given := event.detail.get("trust"):
+                by = event.detail["by"]
+                print(json.dumps({**given, "by": by}, ensure_ascii=False) if as_json else _trusted(given, by))
 
 
 @app.command()
@@ -190,13 +268,14 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Print what the rules say of a call, the rule that decides, and the one that would have decided without it."""
-    from miniharness.tools import calls, hooks, rules
     from miniharness.tools.config import load
+    from miniharness.tools.policy import Policy
+    from miniharness.tools.remote import find
+    from miniharness.tools.rules import UNNAMED
 
     settings = load(config)
-    target, known = calls.find(settings, _dotted(tool)), rules.load(settings)
-    reads = target.declared.recovery == "read"
-    decision = known.decide(target.call(_object("ARGS", args)), reads=reads)
+    target, policy = find(settings, _dotted(tool)), Policy.of(settings)
+    decision = policy.decide(target.call(_object("ARGS", args)), target.declared.danger)
     following = decision.following
     told: dict[str, str | None] = {"decision": decision.behavior.value, "reason": decision.reason}
     told |= {"next": f"{following.behavior} {following.text} ({following.source})" if following else None}
@@ -204,8 +283,9 @@ def explain(
         print(json.dumps(told, ensure_ascii=False))
         return
     print(f"{told['decision']}: {told['reason']}")
-    print(f"without it: {told['next'] or 'no other rule matches; what no rule names is asked about'}")
-    for name in [*known.unsupported, *hooks.load(settings).unsupported]:
+    unnamed = UNNAMED[target.declared.danger][0]
+    print(f"without it: {told['next'] or f'no other rule matches; then the answer is {unnamed}'}")
+    for name in policy.unsupported:
         print(f"not applied: {name}", file=sys.stderr)
 
 
@@ -217,36 +297,38 @@ def _dotted(tool: str) -> str:
 
 @config_app.command()
 def check(config: Folder = Path()) -> None:
-    """Print what is declared of each tool, and what is missing; connects to nothing."""
+    """Print what is declared of each tool, and what is missing or not applied; connects to nothing."""
     from miniharness.tools.config import load
+    from miniharness.tools.policy import Policy
 
     settings = load(config)
-    servers, tools = (
-        headed("server", "where", "problem"),
-        headed("tool", "recovery", "key", "look-up", "absent is final"),
-    )
+    policy = Policy.of(settings)
+    servers = headed("server", "where", "problem")
+    tools = headed("tool", "recovery", "risk", "key", "look-up", "absent is final")
     for server in settings.servers.values():
         servers.add_row(server.name, server.url or " ".join(server.command), server.problem)
     for server_name, declared in sorted(settings.tools.items()):
         for name, tool in sorted(declared.items()):
             look_up = tool.look_up.tool if tool.look_up else "none"
-            tools.add_row(f"{server_name}.{name}", tool.recovery, tool.key or "", look_up, _final(tool))
+            tools.add_row(f"{server_name}.{name}", tool.recovery, tool.danger, tool.key or "", look_up, _final(tool))
     printed(servers)
     printed(tools)
-    problems = [f"mcpServers.{s.name}: {s.problem}" for s in settings.servers.values() if s.problem]
-    problems += [f"tools.{name}: there is no such server" for name in settings.tools if name not in settings.servers]
-    for problem in problems:
+    for name in policy.unsupported:
+        print(f"not applied: {name}", file=sys.stderr)
+    for problem in (problems := [*settings.problems, *policy.broken]):
         print(problem, file=sys.stderr)
     print("a tool that is not declared is manual: an unknown outcome of it needs a person")
     if problems:
         raise typer.Exit(UsageError.exit_code)
 
 
-def _final(tool: Any) -> str:
+def _final(tool: Tool) -> str:
     if tool.recovery in ("read", "manual") or not tool.look_up:
         return ""
     if tool.fences:
         return "at once (fence)"
+    if tool.recovery == "keyed":
+        return "no; it is sent again under its key"
     return f"after {tool.settles_after:g} s" if tool.settles_after is not None else "never after an attempt"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,9 +33,25 @@ STEPS = {"subexpression", "index_expression", "projection", "filter_projection",
 REFERENCE = re.compile(r"\$(key|args\.([A-Za-z_][A-Za-z0-9_]*))")
 
 
-def with_literals(expression: str, value: Callable[[str], Any]) -> str:
-    """A JMESPath expression in which `$key` and `$args.NAME` are replaced by what `value` returns for them."""
-    return REFERENCE.sub(lambda m: "`" + json.dumps(value(m[1])).replace("`", "\\`") + "`", expression)
+def with_literals(expression: str, known: Callable[[str], Any]) -> str:
+    """A JMESPath expression in which `$key` and `$args.NAME` are replaced by what they stand for."""
+    return REFERENCE.sub(lambda m: "`" + json.dumps(known(m[1])).replace("`", "\\`") + "`", expression)
+
+
+def filled(value: Any, known: Callable[[str], Any]) -> Any:
+    """A JSON value with `$key` and `$args.NAME` filled in; a text that is nothing else becomes the very value."""
+    if isinstance(value, str):
+        if whole := REFERENCE.fullmatch(value):
+            return known(whole[1])
+        return REFERENCE.sub(lambda m: str(known(m[1])), value)
+    if isinstance(value, list):
+        return [filled(item, known) for item in value]
+    return {k: filled(item, known) for k, item in value.items()} if isinstance(value, dict) else value
+
+
+def known(key: str, arguments: Mapping[str, Any]) -> Callable[[str], Any]:
+    """What `$key` and `$args.NAME` stand for in a call."""
+    return lambda name: key if name == "key" else arguments.get(name.removeprefix("args."))
 
 
 def leading_field(expression: str) -> str | None:
@@ -81,6 +98,9 @@ def _noun(text: str) -> str:
             f"must be 1 to 32 of a-z 0-9 _, begin with a letter, and be none of {', '.join(sorted(RESERVED))}"
         )
     return text
+
+
+Risk = Literal["read", "side-effect", "destructive"]
 
 
 class _Strict(BaseModel):
@@ -143,6 +163,11 @@ class Tool(_Strict):
     """The argument that is a shell command; `Bash(...)` rules are about it."""
     result_limit: int = Field(default=16_000, ge=1)
     """Bytes of an answer that are shown; the whole is kept by its hash."""
+    operation: Literal["arguments", "call"] = "arguments"
+    """What is one operation: equal arguments within a run, or each call, which then needs a name of its own."""
+    risk: Risk | None = None
+    """What no rule names is allowed, asked about, or denied. Default: `read` for a tool that only reads, otherwise
+    `side-effect`."""
     resource: Annotated[str, AfterValidator(_noun)] = "resource"
     """What one operation makes, in one word; the last part of the operation key."""
 
@@ -154,9 +179,16 @@ class Tool(_Strict):
             raise ValueError('recovery = "lookup" needs look_up')
         if self.recovery in ("read", "manual") and (self.look_up or self.key or self.fences):
             raise ValueError(f'recovery = "{self.recovery}" takes no key, look_up or fences')
+        if self.risk == "read" and self.recovery != "read":
+            raise ValueError('risk = "read" is for recovery = "read"; a tool that writes is never allowed by default')
         if self.fences and not self.look_up:
             raise ValueError("fences needs look_up: a look-up raises the fence")
         return self
+
+    @property
+    def danger(self) -> Risk:
+        """Its risk, as declared or by default."""
+        return self.risk or ("read" if self.recovery == "read" else "side-effect")
 
     @property
     def deduplicates(self) -> bool:
@@ -192,11 +224,31 @@ class RuleLists(_Strict):
     deny: list[str | RuleEntry] = []
 
 
+class Limits(_Strict):
+    """The table `[limits]`, for calls within an agent's run."""
+
+    calls_per_run: int | None = Field(default=200, ge=1)
+    """How many calls it makes in all; a write that goes on is counted once."""
+    block_repeats: bool = True
+    """Whether a read that only repeats the last call is denied. One that failed may be made again, once."""
+
+
+class Approvals(_Strict):
+    """The table `[approvals]`."""
+
+    by: list[str] = []
+    """Who may answer; empty: whoever can write to the state folder."""
+    days: float = Field(default=7.0, gt=0, le=366)
+    """How long a question and its answer hold."""
+
+
 class Harness(_Strict):
-    """The file `harness.toml`: `[tools.SERVER.TOOL]` for each tool of which something is known, rules and hooks."""
+    """`harness.toml`: `[tools.SERVER.TOOL]` for each tool of which something is known, and what is allowed."""
 
     tools: dict[str, dict[str, Tool]] = {}
     rules: RuleLists = RuleLists()
+    approvals: Approvals = Approvals()
+    limits: Limits = Limits()
     hooks: dict[str, Any] = {}
     """By event, as in settings files; `on_failure = "allow"` makes a hook optional."""
 
@@ -256,6 +308,17 @@ class Config:
     def tools(self) -> Mapping[str, Mapping[str, Tool]]:
         """What is declared of the tools of each server."""
         return self.harness.tools
+
+    @property
+    def problems(self) -> list[str]:
+        """What keeps servers and tools from being used."""
+        found = [] if self.servers else [f"{self.folder.absolute()} has no {SERVERS} with servers"]
+        for server in self.servers.values():
+            if server.problem:
+                found.append(f"mcpServers.{server.name}: {server.problem}")
+            elif server.command and not shutil.which(server.command[0], path=server.env.get("PATH")):
+                found.append(f"mcpServers.{server.name}: there is no program {server.command[0]!a}")
+        return found + [f"tools.{name}: there is no such server" for name in self.tools if name not in self.servers]
 
     def server(self, name: str) -> Server:
         """The server of that name.

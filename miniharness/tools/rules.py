@@ -18,7 +18,7 @@ from typing import Any
 from miniharness.contract import canonical, digest
 from miniharness.errors import UsageError
 from miniharness.tools import shell
-from miniharness.tools.config import TOOLS, WHEN, Config, Example, RuleEntry, Settings
+from miniharness.tools.config import TOOLS, WHEN, Config, Example, Risk, RuleEntry, Settings
 from miniharness.tools.paths import Access, PathRule
 
 RULE = re.compile(r"([A-Za-z0-9_.*-]+)(?:\((.*)\))?", re.DOTALL)
@@ -40,6 +40,14 @@ class Behavior(StrEnum):
     DENY = "deny"
     ASK = "ask"
     ALLOW = "allow"
+
+
+UNNAMED: dict[Risk, tuple[Behavior, str]] = {
+    "read": (Behavior.ALLOW, "it only reads"),
+    "side-effect": (Behavior.ASK, "no rule names it"),
+    "destructive": (Behavior.DENY, "it is destructive and no rule names it"),
+}
+"""What is done with a call that no rule names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +110,15 @@ class Rules:
     unsupported: Sequence[str] = ()
     broken: Sequence[str] = ()
 
-    def decide(self, call: Call, *, reads: bool = False) -> Decision:
-        """What is to be done with the call; one that only reads is allowed where no rule denies or asks."""
-        if self.broken and not reads:
+    def decide(self, call: Call, risk: Risk = "side-effect") -> Decision:
+        """What is to be done with the call; where no rule names it, its risk decides."""
+        if self.broken and risk != "read":
             return Decision(Behavior.DENY, f"a rule file cannot be read, so every write is denied: {self.broken[0]}")
         matching = [
             rule for behavior in Behavior for rule in self.rules if rule.behavior is behavior if rule.matches(call)
         ]
         if not matching:
-            default = Behavior.ALLOW if reads else Behavior.ASK
-            return Decision(default, "it only reads" if reads else "no rule names it")
+            return Decision(*UNNAMED[risk])
         rule = matching[0]
         return Decision(
             rule.behavior, f"{rule.behavior} {rule.text} ({rule.source})", rule, next(iter(matching[1:]), None)
