@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def test_a_hooks_allow_never_skips_a_rule(tmp_path: Path, said: Any, rule: list[
     """The stricter of both counts."""
     (tmp_path / "harness.toml").write_text("[rules]\n" + "".join(f'{name} = ["mcp__pay"]\n' for name in rule))
     known = Policy.of(config.load(tmp_path))
-    asked = Policy(known.rules, known.hooks, Verdict(said))
+    asked = replace(known, said=Verdict(said))
     assert asked.decide(Call("mcp__pay__refund", {})).behavior is wanted
 
 

@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -18,6 +18,7 @@ from forked import ROOT
 
 from miniharness.errors import ContractMismatch, ToolUnavailable, UsageError
 from miniharness.tools import approvals
+from miniharness.tools.hooks import Hook, Verdict
 from miniharness.tools.local import ABSENT, UNKNOWN, Ledger, LocalTool, NotFound, Refused, tool
 
 
@@ -123,6 +124,33 @@ async def test_a_lookup_that_cannot_tell_now_decides_nothing(bank: Bank, refund:
     assert (await ledger.call(refund, order_id="A-17", amount=5))["state"] == "succeeded"
 
 
+async def test_secrets_in_what_a_tool_says_reach_no_history(
+    ledger: Ledger, bank: Bank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By value and by shape: in refusals, in the errors of writes, look-ups and reads."""
+    monkeypatch.setenv("BANK_PASSWORD", "hunter2hunter2")
+    told = ConnectionError("hunter2hunter2 for 4111 1111 1111 1111, Bearer abcdefghijklmnopqrstuv")
+
+    @tool(recovery="manual")
+    def pay(order: str) -> None:
+        raise told
+
+    @tool(recovery="keyed", lookup=lambda key: (_ for _ in ()).throw(told))
+    def refund(order: str, key: str) -> None: ...
+
+    @tool(recovery="read")
+    def balance() -> None:
+        raise told
+
+    said = [await ledger.call(pay, order="A"), await ledger.call(refund, order="A")]
+    said.append({"events": [event.detail for event in ledger._runs.events(said[0]["run"])]})
+    with pytest.raises(ToolUnavailable) as failed:
+        await ledger.call(balance)
+    for text in (*map(json.dumps, said), str(failed.value)):
+        assert "[secret] for 4111********1111, Bearer [secret]" in text
+        assert "hunter2" not in text
+
+
 async def test_what_is_there_must_equal_the_goal(bank: Bank, refund: LocalTool, ledger: Ledger) -> None:
     """A key that stands for another amount is no success."""
     key = "order-1.1:refund"
@@ -209,6 +237,29 @@ async def test_rules_and_approvals_apply_where_they_are_asked_for(
         assert (await ledger.call(refund, order_id="A-17", amount=5))["state"] == "succeeded"
 
 
+async def test_a_function_can_be_a_hook(bank: Bank, refund: LocalTool, tmp_path: Path) -> None:
+    """It sees the call before and after it, may change or deny it, and hears that the run is over."""
+    seen: list[tuple[str, Any]] = []
+
+    async def check(call: Mapping[str, Any]) -> Verdict:
+        seen.append((call["hook_event_name"], call.get("tool_name")))
+        if call.get("tool_input", {}).get("order_id") == "B-1":
+            return Verdict("deny", "not this one")
+        return Verdict("none", "", {**call["tool_input"], "note": "seen"})
+
+    hooks = [Hook("PreToolUse", "*", "check", check)]
+    hooks += [Hook(event, "mcp__local__refund", "check", check) for event in ("PostToolUse", "Stop")]
+    async with Ledger(tmp_path / "state", within="job", hooks=hooks) as ledger:
+        assert (await ledger.call(refund, order_id="A-17", amount=5))["state"] == "succeeded"
+        denied = await ledger.call(refund, order_id="B-1", amount=5)
+    assert (denied["interrupted"]["message"], [r["note"] for r in bank.refunds]) == (
+        "local.refund: not this one",
+        ["seen"],
+    )
+    tool_name = "mcp__local__refund"
+    assert seen == [("PreToolUse", tool_name), ("PostToolUse", tool_name), ("PreToolUse", tool_name), ("Stop", None)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -245,6 +296,7 @@ def test_it_is_still_a_function(refund: LocalTool, bank: Bank) -> None:
 PROGRAM = """
 import asyncio, json, os, signal, sys
 from pathlib import Path
+from miniharness.tools.hooks import Hook, Verdict
 from miniharness.tools.local import ABSENT, Ledger, tool
 world, fate = Path("world"), sys.argv[1]
 

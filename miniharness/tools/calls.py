@@ -112,6 +112,7 @@ async def call(passage: Passage) -> Json:
             if passage.reads:
                 raise
             passage.told = report(runs, run_id, stop, permit=passage.asked.permit)
+            await mask(passage)
         return passage.told
 
 
@@ -120,7 +121,7 @@ async def find(passage: Passage) -> None:
     passage.tool = await passage.stack.enter_async_context(passage.target.reach())
     accept = f"python -m miniharness --state-dir {shlex.quote(str(passage.runs.folder))} accept"
     with closing(Pins(passage.runs.folder)) as pins:
-        for name, definition in passage.tool.definitions.items():
+        for name, definition in passage.tool.pinned.items():
             pins.check(name, definition, f"{accept} {name}")
 
 
@@ -167,11 +168,12 @@ async def perform(passage: Passage) -> None:
         try:
             passage.answer = await passage.reached.read(passage.arguments)
         except ToolUnavailable as failed:
+            reason = results.masked(str(failed), results.secrets())
             if within := agents_run(passage.run_id):
                 with closing(Counted(passage.runs.folder)) as counted:
                     counted.failed(within, passage.run_id)
-            await passage.policy.after(passage.seen, passage.run_id, error=str(failed))
-            raise
+            await passage.policy.after(passage.seen, passage.run_id, error=reason)
+            raise ToolUnavailable(reason) from failed
         return
     for left in reversed(range(TRIES)):
         try:
@@ -234,7 +236,8 @@ async def _drive(passage: Passage, contract: Contract) -> HarnessError | None:
     bound, shown = _binding(passage, run)
     if voided := approvals.void(runs, run, bound, time.time()):
         run = await runs.record(run, voided)
-    ports = Ports(_proposing(contract), passage.reached.port(contract.action, frozenset(contract.goal)))
+    tool = results.MaskedTool(passage.reached.port(contract.action, frozenset(contract.goal)), results.secrets())
+    ports = Ports(_proposing(contract), tool)
     run = await drive(runs, run, ports, asked.permit and decision.behavior is Behavior.ALLOW)
     if run.state is not State.WAITING_EXECUTION:
         return None
@@ -267,9 +270,8 @@ def _binding(passage: Passage, run: Run) -> tuple[dict[str, Any], str]:
     """What an approval of the write is bound to, and what a person is shown."""
     target, contract, policy = passage.target, run.contract, passage.policy
     sent = passage.reached.sent(run.key, contract.action)
-    described = next(iter(passage.reached.definitions.values()))
     shown = approvals.shown(target.full_name, target.identity, sent)
-    return approvals.binding(run, sent, described, policy.rules.digest, policy.people), shown
+    return approvals.binding(run, sent, passage.reached.definition, policy.rules.digest, policy.people), shown
 
 
 def _proposing(contract: Contract) -> Callable[[Json], Any]:

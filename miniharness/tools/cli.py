@@ -163,7 +163,7 @@ def accept(ctx: typer.Context, tool: FullName, config: Folder = Path()) -> None:
 
     async def described() -> Mapping[str, Any]:
         async with target.reach() as reached:
-            return reached.definitions[tool]
+            return reached.definition
 
     definition = signals.run(signals.obeyed(described()))
     with closing(Pins(state_folder(ctx))) as pins:

@@ -23,7 +23,7 @@ from miniharness.contract import canonical
 from miniharness.errors import UsageError
 from miniharness.tools.config import TOOLS, Config
 
-EVENTS = ("PreToolUse", "PostToolUse", "PostToolUseFailure", "PermissionRequest")
+EVENTS = ("PreToolUse", "PostToolUse", "PostToolUseFailure", "PermissionRequest", "Stop")
 PLAIN_MATCHER = re.compile(r"[A-Za-z0-9_\- ,|]*")
 ANSWER_FIELDS = {
     "continue",
@@ -94,7 +94,8 @@ class Hooks:
 
     async def say(self, event: str, seen: Seen) -> Verdict:
         """Run every hook of that event which is about the tool, all of them, and return the strongest verdict."""
-        due = [hook for hook in self.hooks if hook.event == event and hook.is_about(str(seen["tool_name"]))]
+        tool = seen.get("tool_name")  # `Stop` is about none
+        due = [hook for hook in self.hooks if hook.event == event and (tool is None or hook.is_about(str(tool)))]
         verdicts = await asyncio.gather(*(_guarded(hook, {"hook_event_name": event, **seen}) for hook in due))
         rewritten = {
             canonical(verdict.arguments): verdict.arguments for verdict in verdicts if verdict.arguments is not None

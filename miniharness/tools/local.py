@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -27,6 +27,7 @@ from miniharness.errors import CannotTell, ToolUnavailable, UsageError
 from miniharness.machine import Outcome
 from miniharness.runs import Runs
 from miniharness.tools import calls, config, results
+from miniharness.tools.hooks import Hook
 from miniharness.tools.names import operation
 from miniharness.tools.policy import Policy
 from miniharness.tools.target import Target
@@ -141,10 +142,15 @@ class FunctionReached:
     tool: LocalTool
 
     @property
-    def definitions(self) -> dict[str, Json]:
+    def definition(self) -> Json:
         """The function's name, description and schema."""
         described = {"name": self.tool.name, "description": inspect.getdoc(self.tool.function) or ""}
-        return {f"{SERVER}.{self.tool.name}": described | {"inputSchema": self.tool.arguments.model_json_schema()}}
+        return described | {"inputSchema": self.tool.arguments.model_json_schema()}
+
+    @property
+    def pinned(self) -> dict[str, Json]:
+        """Nothing: who changes the function is the operator."""
+        return {}
 
     def check(self, arguments: Json) -> None:
         """Check the arguments against the annotations.
@@ -254,21 +260,27 @@ class Ledger:
             equal calls without it. The n-th call of a tool with `operation = "call"` is always the same operation.
         rules: the folder of the rules and hooks that the calls are under. Without one the program's own word is
             enough: calling is the permit.
+        hooks: functions that see each call before and after it, beside those of `rules`.
 
     Raises:
         StoreError, UsageError: from any method, when the folder cannot be used.
     """
 
-    def __init__(self, folder: Path, *, within: str | None = None, rules: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, within: str | None = None, rules: Path | None = None, hooks: Sequence[Hook] = ()
+    ) -> None:
         self._runs = Runs(folder)
         self._within = within
-        self._policy = Policy.of(config.load(rules)) if rules else Policy.of_the_program()
+        self._policy = (Policy.of(config.load(rules)) if rules else Policy.of_the_program()).also(hooks)
         self._counted = 0
 
     async def __aenter__(self) -> Ledger:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        """Close, and tell the hooks that the run makes no more calls."""
+        if self._within:
+            await self._policy.stop(self._within)
         self.close()
 
     def close(self) -> None:

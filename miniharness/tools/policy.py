@@ -10,7 +10,7 @@ from typing import Any
 from miniharness.tools import hooks as hook_side
 from miniharness.tools import rules as rule_side
 from miniharness.tools.config import Approvals, Config, Limits, Risk
-from miniharness.tools.hooks import Hooks, Verdict
+from miniharness.tools.hooks import Hook, Hooks, Verdict
 from miniharness.tools.names import agents_run
 from miniharness.tools.rules import Behavior, Call, Decision, Rule, Rules
 
@@ -80,9 +80,21 @@ class Policy:
         told = {"error": what["error"]} if "error" in what else {"tool_response": what["response"]}
         await self.hooks.say(event, _seen(call, run_id) | told)
 
+    async def stop(self, agents_run: str) -> None:
+        """Tell the hooks that the run of an agent makes no more calls."""
+        await self.hooks.say("Stop", {"session_id": agents_run, "stop_hook_active": False} | _where())
+
+    def also(self, hooks: Sequence[Hook]) -> Policy:
+        """This policy with hooks of the program."""
+        return replace(self, hooks=replace(self.hooks, hooks=[*self.hooks.hooks, *hooks]))
+
+
+def _where() -> dict[str, Any]:
+    return {"cwd": str(Path.cwd()), "permission_mode": "default"}
+
 
 def _seen(call: Call, run_id: str) -> dict[str, Any]:
     """What a hook is told of a call."""
     named = {"tool_name": call.tool, "tool_input": dict(call.arguments), "tool_use_id": run_id}
     named["session_id"] = agents_run(run_id) or run_id
-    return named | {"cwd": str(Path.cwd()), "permission_mode": "default"}
+    return named | _where()

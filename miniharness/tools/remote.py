@@ -64,19 +64,27 @@ class ServerTool:
     session: Session
 
     @property
-    def definitions(self) -> dict[str, Json]:
-        """What the server says of the tool and of the one that looks it up, by full name.
+    def definition(self) -> Json:
+        """What the server says of the tool.
 
         Raises:
-            ToolUnavailable: one of them is broken.
-            UsageError: one of them is not there.
+            ToolUnavailable: it is broken.
+            UsageError: it is not there.
         """
+        return self._definition(self.name)
+
+    @property
+    def pinned(self) -> dict[str, Json]:
+        """What the server says of the tool and of the one that looks it up."""
         look_up = self.declared.look_up
         names = [self.name, look_up.tool] if look_up else [self.name]
-        if missing := [name for name in names if name not in self.session.tools]:
+        return {f"{self.server}.{name}": self._definition(name) for name in names}
+
+    def _definition(self, name: str) -> Json:
+        if name not in self.session.tools:
             known = ", ".join(sorted(self.session.tools)) or "none"
-            raise UsageError(f"the server {self.server} offers no tool {missing[0]}; it offers: {known}")
-        return {f"{self.server}.{name}": _definition(self.session, name) for name in names}
+            raise UsageError(f"the server {self.server} offers no tool {name}; it offers: {known}")
+        return self.session.tool(name).model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def check(self, arguments: Json) -> None:
         """Check the arguments, the operation key filled in, against the tool's input schema.
@@ -127,10 +135,6 @@ class ServerTool:
     async def is_lost(self) -> bool:
         """Whether our own server has died, so that another one can be started."""
         return await self.session.dies()
-
-
-def _definition(session: Session, name: str) -> Json:
-    return session.tool(name).model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def _check(schema: Mapping[str, Any], arguments: Json, name: str) -> None:

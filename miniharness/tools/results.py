@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from miniharness.contract import digest
-from miniharness.errors import UsageError
+from miniharness.engine import Answer, Json, Tool
+from miniharness.errors import ToolUnavailable, UsageError
 
 CARD = re.compile(r"[0-9a-f]{64}|(?<![0-9])[0-9](?:[ -]?[0-9]){11,18}(?![0-9])")
 SHAPES = re.compile(
@@ -50,6 +52,37 @@ def _card(found: re.Match[str]) -> str:
     if sum(d - 9 if d > 9 else d for d in doubled) % 10:
         return found[0]
     return f"{digits[:4]}{'*' * (len(digits) - 8)}{digits[-4:]}"
+
+
+class MaskedTool:
+    """A tool port whose words, for the history and for errors, hide secrets. What is looked up stays as it is: it has
+    to be compared with the goal."""
+
+    def __init__(self, tool: Tool, known: Sequence[str]) -> None:
+        self._tool = tool
+        self._known = known
+
+    async def connect(self) -> Json:
+        """As the tool does."""
+        with self._quiet():
+            return await self._tool.connect()
+
+    async def look_up(self, key: str, epoch: int) -> Json | None:
+        """As the tool does."""
+        with self._quiet():
+            return await self._tool.look_up(key, epoch)
+
+    async def dispatch(self, key: str, action: Json, epoch: int) -> Answer:
+        """As the tool does."""
+        answer = await self._tool.dispatch(key, action, epoch)
+        return Answer(answer.outcome, masked(answer.message, self._known))
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        try:
+            yield
+        except ToolUnavailable as error:
+            raise ToolUnavailable(masked(str(error), self._known)) from error
 
 
 def cut(text: str, limit: int, folder: Path) -> str:

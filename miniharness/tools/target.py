@@ -20,12 +20,16 @@ class Reached(Protocol):
     """A tool that can be called now."""
 
     @property
-    def definitions(self) -> Mapping[str, Json]:
-        """The tool, and after it the one that looks it up, as they describe themselves; by full name.
+    def definition(self) -> Json:
+        """The tool as it describes itself.
 
         Raises:
-            ToolUnavailable, UsageError: one of them is broken or not there.
+            ToolUnavailable, UsageError: it is broken or not there.
         """
+
+    @property
+    def pinned(self) -> Mapping[str, Json]:
+        """What has to be accepted when it changes, by full name: descriptions that somebody else can write."""
 
     def check(self, arguments: Json) -> None:
         """Check the arguments against the tool's schema.
