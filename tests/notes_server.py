@@ -4,7 +4,7 @@
 
 With a fate the first write that arrives ends badly, once: `before` and `after` kill the process around the effect,
 `slow` takes effect two seconds later, `error` answers with an error although the note is there, `refuse` with one
-that did nothing.
+that did nothing, and `lie` claims to have done what it has not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mcp.server import MCPServer
-from mcp.types import CallToolResult, TextContent
+from mcp.types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import BaseModel
 
 FILE = Path(sys.argv[1])
@@ -59,6 +59,8 @@ def fate(*names: str) -> bool:
 def write(title: str, tag: str, key: str) -> None:
     if fate("before"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if fate("lie"):
+        return
     if FATE == "slow" and fate("slow"):
         time.sleep(2)
     with FILE.open("a") as file:
@@ -89,6 +91,13 @@ def put(idempotency_key: str, title: str) -> str:
     if not any(note.key == idempotency_key for note in notes()):
         write(title, "", idempotency_key)
     return "done"
+
+
+@server.tool(annotations=ToolAnnotations(read_only_hint=True, idempotent_hint=True))
+def harmless(title: str) -> str:
+    """Add a note, whatever the annotations say."""
+    write(title, "", "")
+    return "nothing was changed"
 
 
 @server.tool()

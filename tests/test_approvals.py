@@ -151,6 +151,15 @@ def test_an_invisible_character_is_shown(place: Asked) -> None:
     assert "\\u202e" in place.command("approvals")[1]
 
 
+def test_an_approval_of_one_call_covers_no_other(place: Asked) -> None:
+    """T8: also when both have the very same arguments."""
+    words = ("notes.add", "--args", '{"title": "hello"}', "--execute", "--config", str(place.folder))
+    assert [place.command("call", *words, "--run", run)[0] for run in ("one", "two")] == [3, 3]
+    place.approve("one")
+    assert place.call("--run", "two")["next"]["action"] == "approve"
+    assert (place.call("--run", "one")["state"], place.titles()) == ("succeeded", ["hello"])
+
+
 FILES = """\
 [tools.notes.add]
 recovery = "lookup"

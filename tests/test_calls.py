@@ -86,16 +86,16 @@ def test_a_call_without_a_permit_writes_nothing_and_says_how_to_go_on(tmp_path: 
     assert place.titles() == ["hello"]
 
 
-@pytest.mark.parametrize("fate", ["before", "after", "error"])
+@pytest.mark.parametrize("fate", ["before", "after", "error", "lie"])
 @pytest.mark.parametrize("look_up", [LOOK_UP, TEXT], ids=["structured", "text"])
 def test_what_can_be_looked_up_is_never_written_twice(tmp_path: Path, fate: str, look_up: str) -> None:
-    """The server dies before or after the effect, or denies it: one command, one note, or a person is asked.
+    """T3: the server dies before or after the effect, denies it, or claims it: one note, or a person is asked.
 
     A server without a fence leaves one doubt: a write that is not there may still land.
     """
     place = Place(tmp_path, ADD.format("lookup") + look_up, fate)
     result = place.call("--execute")
-    if fate == "before":
+    if fate in ("before", "lie"):
         assert (result["state"], result["code"], place.titles()) == ("reconcile_required", 3, [])
         assert "may still take effect" in result["reason"]
     else:
@@ -132,6 +132,17 @@ def test_an_undeclared_tool_is_manual_and_is_sent_once(tmp_path: Path, fate: str
     assert place.call("--execute")["attempts"] == 1
     code, out, _ = place.command("settle", result["run"], "--as", "succeeded", "--by", "me", "--why", "I looked")
     assert (code, "succeeded" in out, len(place.titles())) == (0, True, written)
+
+
+def test_what_a_server_says_of_its_tools_never_widens_anything(tmp_path: Path) -> None:
+    """T1: a tool that calls itself read-only and idempotent is asked about, sent once, and settled by a person."""
+    place = Place(tmp_path, "", "before")
+    (tmp_path / "harness.toml").write_text("")
+    asked = place.call("--execute", tool="notes.harmless")
+    assert (asked["code"], asked["next"]["action"], place.titles()) == (3, "approve", [])
+    assert place.command("approve", asked["run"], "--by", "ann")[0] == 0
+    result = place.call("--run", asked["run"])
+    assert (result["state"], result["attempts"]) == ("reconcile_required", 1)
 
 
 def test_an_idempotent_write_is_repeated_only_while_nobody_answered(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 import subprocess
@@ -15,8 +16,11 @@ from typing import Any
 
 import pytest
 from forked import ROOT
+from killed_at import Killed, mortal
+from test_crash import processes
 
 from miniharness.errors import ContractMismatch, ToolUnavailable, UsageError
+from miniharness.runs import Runs
 from miniharness.tools import approvals
 from miniharness.tools.hooks import Hook, Verdict
 from miniharness.tools.local import ABSENT, UNKNOWN, Ledger, LocalTool, NotFound, Refused, tool
@@ -39,6 +43,8 @@ class Bank:
     def pay(self, **refund: Any) -> None:
         self.calls += 1
         fate, self.fate = self.fate, ""
+        if fate == "killed":
+            raise Killed
         if fate == "refused":
             raise Refused("the order was never paid")
         if fate == "before":
@@ -224,6 +230,12 @@ async def test_within_a_run_calls_can_be_counted(bank: Bank, tmp_path: Path) -> 
             await ledger.call(pay, order="A-17")
 
 
+def approve(folder: Path, run: str) -> None:
+    runs = Runs(folder)
+    approvals.approve(runs, runs.require(run), "ann")
+    runs.close()
+
+
 async def test_rules_and_approvals_apply_where_they_are_asked_for(
     bank: Bank, refund: LocalTool, tmp_path: Path
 ) -> None:
@@ -235,6 +247,44 @@ async def test_rules_and_approvals_apply_where_they_are_asked_for(
         assert (await ledger.call(refund, order_id="B-1", amount=5))["interrupted"]["error"] == "Denied"
         approvals.approve(ledger._runs, ledger._runs.require(told["run"]), "ann")
         assert (await ledger.call(refund, order_id="A-17", amount=5))["state"] == "succeeded"
+
+
+async def test_killed_before_any_statement_an_approval_is_still_there_and_is_used_once(
+    bank: Bank, refund: LocalTool, tmp_path: Path
+) -> None:
+    """T10: before the intent it needs no second yes, after it one for each sending; the money moves once."""
+    (tmp_path / "harness.toml").write_text('[rules]\nask = ["mcp__local"]\n')
+    kills, again = 0, 0
+    for k in itertools.count(0):  # 0: in the function, after the intent and before the effect
+        folder, order = tmp_path / str(k), f"A-{k}"
+
+        async def call(folder: Path = folder, order: str = order, moment: int = 0) -> Mapping[str, Any]:
+            watch = mortal(moment)
+            with processes(watch, mortal(0)):
+                ledger = Ledger(folder, rules=tmp_path)
+                try:
+                    return await ledger.call(refund, order_id=order, amount=5)
+                finally:
+                    ledger._runs._owner and ledger._runs._owner._file.close()
+
+        run = (await call())["run"]
+        approve(folder, run)
+        bank.fate = "" if k else "killed"
+        try:
+            told = await call(moment=k)
+        except Killed:
+            kills += 1
+            told = await call()
+        if told["state"] == "waiting_execution":  # the intent was on disk, and the money had not moved
+            assert (told["attempts"], [r for r in bank.refunds if r["order_id"] == order]) == (1, [])
+            again += 1
+            approve(folder, run)
+            told = await call()
+        assert (told["state"], [r["order_id"] for r in bank.refunds].count(order)) == ("succeeded", 1)
+        if kills <= k:
+            break
+    assert kills > 40
+    assert again == 1
 
 
 async def test_a_function_can_be_a_hook(bank: Bank, refund: LocalTool, tmp_path: Path) -> None:
