@@ -64,10 +64,13 @@ def cycle(chosen: list[peers.Peer], sizes: Sizes, parent: Path, faults: list[str
 
 
 def commit() -> str:
-    """The commit that is checked out, and whether files differ from it."""
-    words = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    told = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    return told.stdout.strip() or "unknown"
+    """The commit that is checked out, and whether files other than the results differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if changed else "")
 
 
 def conditions(cycles: table.Cycles, chosen: list[peers.Peer], parent: Path, begun: str) -> str:

@@ -120,9 +120,9 @@ def hang() -> str:
 
 
 @server.tool()
-def grumble(title: str) -> str:
+def grumble(title: str) -> CallToolResult:
     """Fail with words only."""
-    raise ValueError(f"{title}: the disk is full")
+    return CallToolResult(content=[TextContent(type="text", text=f"{title}: the disk is full")], is_error=True)
 
 
 @server.tool()

@@ -333,7 +333,8 @@ def test_an_interrupted_call_says_where_it_is(tmp_path: Path) -> None:
     assert told["next"]["command"].endswith(f"--run {told['run']} --execute")
     time.sleep(2.5)  # whatever can still land has landed
     result = place.call("--execute")
-    assert (result["state"], result["attempts"]) == ("reconcile_required", 1)
+    wanted = {"succeeded": ["hello"], "reconcile_required": []}[result["state"]]
+    assert (result["attempts"], place.titles()) == (1, wanted)
 
 
 LIMITS = '[tools.notes.all_notes]\nrecovery = "read"\n[limits]\ncalls_per_run = 3\n'
@@ -388,8 +389,11 @@ def test_each_call_can_be_an_operation_of_its_own(tmp_path: Path) -> None:
 
 def test_what_a_tool_says_of_its_error_in_plain_text_is_evidence(tmp_path: Path) -> None:
     """And can be declared clean like a structured one."""
-    place = Place(
-        tmp_path, '[tools.notes.grumble]\nrecovery = "manual"\nclean_errors = [{ message = "disk is full" }]\n'
-    )
-    result = place.call("--execute", tool="notes.grumble")
-    assert (result["state"], "the disk is full" in result["reason"]) == ("failed", True)
+    declared = f'[tools.notes.grumble]\nrecovery = "lookup"\n{LOOK_UP}\n'
+    place = Place(tmp_path, declared)
+    unknown = place.call("--execute", tool="notes.grumble")
+    assert (unknown["state"], unknown["attempts"]) == ("reconcile_required", 1)
+    assert "the disk is full" in json.dumps(unknown["events"])
+    place.declare(declared + 'clean_errors = [{ message = "disk is full" }]\n')
+    clean = place.call("--execute", tool="notes.grumble", title="other")
+    assert (clean["state"], "other: the disk is full" in clean["reason"]) == ("failed", True)

@@ -59,7 +59,7 @@ def call(
     from miniharness.tools.policy import Policy
     from miniharness.tools.remote import find
 
-    settings = load(config)
+    settings, run = load(config), f"{within}.{run}" if within and run else run
     with closing(Runs(state_folder(ctx, new=True))) as journal:
         tool, arguments = _what(journal, run, tool, args)
         target = find(settings, tool)
