@@ -210,6 +210,34 @@ async def test_a_call_that_takes_too_long_is_unknown(ledger: Ledger) -> None:
     assert done == ["x"]
 
 
+async def test_calls_that_may_not_run_side_by_side_take_turns(tmp_path: Path) -> None:
+    """Also between two ledgers; who waits too long is told so, and nothing was sent."""
+    under_way, begun, end = [0], asyncio.Event(), asyncio.Event()
+
+    def payment(timeout: float) -> LocalTool:
+        @tool(recovery="manual", concurrent=False, timeout=timeout)
+        async def pay(order: str) -> None:
+            under_way.append(under_way[-1] + 1)
+            begun.set()
+            await (end.wait() if order == "slow" else asyncio.sleep(0.01))
+            under_way.append(under_way[-1] - 1)
+
+        return pay
+
+    patient, hasty = payment(20), payment(0.1)
+    async with Ledger(tmp_path / "state") as one, Ledger(tmp_path / "state") as two:
+        told = await asyncio.gather(*(ledger.call(patient, order=str(n)) for n, ledger in enumerate([one, two, one])))
+        assert [each["attempts"] for each in told] == [1, 1, 1]
+        begun.clear()
+        slow = asyncio.create_task(one.call(patient, order="slow"))
+        await begun.wait()
+        late = await two.call(hasty, order="late")
+        end.set()
+        await slow
+    assert (late["interrupted"]["error"], max(under_way)) == ("RunBusy", 1)
+    assert "one at a time" in late["interrupted"]["message"]
+
+
 async def test_within_a_run_calls_can_be_counted(bank: Bank, tmp_path: Path) -> None:
     """With `operation = "call"` the n-th call is the n-th operation, also when the program runs again."""
 

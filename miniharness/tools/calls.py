@@ -8,14 +8,25 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from filelock import AsyncFileLock, Timeout
 
 from miniharness.contract import Budget, Contract
 from miniharness.engine import Json, Ports, drive
-from miniharness.errors import ApprovalNeeded, ContractMismatch, Denied, HarnessError, ToolUnavailable, UsageError
+from miniharness.errors import (
+    ApprovalNeeded,
+    ContractMismatch,
+    Denied,
+    HarnessError,
+    RunBusy,
+    ToolUnavailable,
+    UsageError,
+)
 from miniharness.machine import FINAL, Run, State
 from miniharness.report import report
 from miniharness.runs import Runs, refuse_other
@@ -163,18 +174,42 @@ async def rule(passage: Passage) -> None:
 
 
 async def perform(passage: Passage) -> None:
-    """Ask the tool, or take the write through the machine. A server that dies is replaced, and then looked at first."""
-    if passage.reads:
-        try:
-            passage.answer = await passage.reached.read(passage.arguments)
-        except ToolUnavailable as failed:
-            reason = results.masked(str(failed), results.secrets())
-            if within := agents_run(passage.run_id):
-                with closing(Counted(passage.runs.folder)) as counted:
-                    counted.failed(within, passage.run_id)
-            await passage.policy.after(passage.seen, passage.run_id, error=reason)
-            raise ToolUnavailable(reason) from failed
-        return
+    """Ask the tool, or take the write through the machine, alone if it has to be."""
+    if not passage.target.declared.concurrent:
+        await passage.stack.enter_async_context(_turn(passage.runs.folder, passage.target))
+    await (_read(passage) if passage.reads else _write(passage))
+
+
+@asynccontextmanager
+async def _turn(folder: Path, target: Target) -> AsyncIterator[None]:
+    (folder / "turns").mkdir(exist_ok=True)
+    lock = AsyncFileLock(folder / "turns" / target.full_name, timeout=target.declared.timeout)
+    try:
+        await lock.acquire()
+    except Timeout:
+        raise RunBusy(
+            f"another call of {target.full_name} is under way, and it takes one at a time; try later"
+        ) from None
+    try:
+        yield
+    finally:
+        await lock.release()
+
+
+async def _read(passage: Passage) -> None:
+    try:
+        passage.answer = await passage.reached.read(passage.arguments)
+    except ToolUnavailable as failed:
+        reason = results.masked(str(failed), results.secrets())
+        if within := agents_run(passage.run_id):
+            with closing(Counted(passage.runs.folder)) as counted:
+                counted.failed(within, passage.run_id)
+        await passage.policy.after(passage.seen, passage.run_id, error=reason)
+        raise ToolUnavailable(reason) from failed
+
+
+async def _write(passage: Passage) -> None:
+    """A server that dies is replaced, and then looked at first."""
     for left in reversed(range(TRIES)):
         try:
             stop = await _drive(passage, passage.contract)

@@ -157,6 +157,8 @@ class Tool(_Strict):
     """The goal of a call without `--expect`; `$args.NAME` as in `look_up`. Default: the arguments."""
     timeout: float = Field(default=30.0, gt=0, le=3600, allow_inf_nan=False)
     """Seconds for one call. A write that took longer is unknown, not failed."""
+    concurrent: bool = True
+    """Whether calls of it may run at the same time; otherwise each waits, for at most `timeout`, for the one before."""
     paths: dict[str, Literal["read", "edit"]] = {}
     """Arguments that name files, and what is done to them; `Read(...)` and `Edit(...)` rules are about these."""
     shell: str | None = None
