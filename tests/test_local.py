@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 from forked import ROOT
 from killed_at import Killed, mortal
-from test_crash import processes
+from test_crash import processes, shm
 
 from miniharness.errors import ContractMismatch, ToolUnavailable, UsageError
 from miniharness.runs import Runs
 from miniharness.tools import approvals
 from miniharness.tools.hooks import Hook, Verdict
 from miniharness.tools.local import ABSENT, UNKNOWN, Ledger, LocalTool, NotFound, Refused, tool
+
+__all__ = ["shm"]  # a fixture of that file
 
 
 @dataclass
@@ -278,18 +280,18 @@ async def test_rules_and_approvals_apply_where_they_are_asked_for(
 
 
 async def test_killed_before_any_statement_an_approval_is_still_there_and_is_used_once(
-    bank: Bank, refund: LocalTool, tmp_path: Path
+    bank: Bank, refund: LocalTool, shm: Path
 ) -> None:
     """T10: before the intent it needs no second yes, after it one for each sending; the money moves once."""
-    (tmp_path / "harness.toml").write_text('[rules]\nask = ["mcp__local"]\n')
+    (shm / "harness.toml").write_text('[rules]\nask = ["mcp__local"]\n')
     kills, again = 0, 0
     for k in itertools.count(0):  # 0: in the function, after the intent and before the effect
-        folder, order = tmp_path / str(k), f"A-{k}"
+        folder, order = shm / str(k), f"A-{k}"
 
         async def call(folder: Path = folder, order: str = order, moment: int = 0) -> Mapping[str, Any]:
             watch = mortal(moment)
             with processes(watch, mortal(0)):
-                ledger = Ledger(folder, rules=tmp_path)
+                ledger = Ledger(folder, rules=shm)
                 try:
                     return await ledger.call(refund, order_id=order, amount=5)
                 finally:
