@@ -76,7 +76,7 @@ class Written:
 
     def __str__(self) -> str:
         if not self.fault:
-            return "answered"
+            return "answered" + (f" ({self.id})" if self.id is not None else "")
         return f"refused with {self.fault!a}" if self.refused else f"not answered ({self.fault})"
 
 
@@ -178,7 +178,7 @@ class Bench:
     effects of an operation. Operations differ in the argument `varied`, where there is one.
 
     Raises:
-        UsageError: there is no argument to vary, or nothing to see an effect with.
+        UsageError: the arguments, what may vary of them, or the queries cannot be used.
     """
 
     def __init__(
@@ -193,6 +193,10 @@ class Bench:
         self._token, self._numbers = secrets.token_hex(3), itertools.count(1)
         self._stack = AsyncExitStack()
         self._running: Running | None = None
+        if target.declared.key in arguments:
+            raise UsageError(f"the argument {target.declared.key} carries the operation key; leave it out of --args")
+        if unknown := config.references([count.model_dump()] if count else []) - arguments.keys():
+            raise UsageError(f"--count: $args.{min(unknown)} is no argument in --args")
         if not (self.looks_up or self.count):
             raise UsageError(
                 f"nothing shows what {target.full_name} does: declare look_up in harness.toml, "

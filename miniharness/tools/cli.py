@@ -288,8 +288,8 @@ def probe(
     if "." not in server:
         _list_tools(settings, server, as_json)
         return
-    target = find(settings, server)
-    declared = target.declared
+    found = find(settings, server)
+    declared = found.declared
     if declared.recovery == "read":
         raise UsageError(f"{server} only reads (harness.toml); there is nothing to recover")
     if args is None:
@@ -299,25 +299,27 @@ def probe(
             f"{server} would be written to, and its server killed and frozen; let {settings.folder / SERVERS} "
             "point at a scratch copy of its data (another folder: --config DIR), then add --scratch"
         )
-    given = {"look_up": _table("--lookup", look_up), "key": key}
-    for name, value in given.items():
-        if value is not None and getattr(declared, name):
-            raise UsageError(f"harness.toml declares {name} of {server}; try another one there")
-    probed = declared.model_copy(update={name: value for name, value in given.items() if value is not None})
-    target = replace(target, declared=probed)
+    probed = _completed(server, declared, look_up=_table("--lookup", look_up), key=key)
+    counting, arguments = _table("--count", count), _object("--args", args)
 
     async def try_it() -> list[grades.Experiment]:
-        counting = _table("--count", count)
-        async with Bench(
-            settings.server(target.server), target, _object("--args", args), varied=vary, count=counting
-        ) as it:
-            return await tried(it)
+        target, where = replace(found, declared=probed), settings.server(found.server)
+        async with Bench(where, target, arguments, varied=vary, count=counting) as bench:
+            return await tried(bench)
 
     experiments = signals.run(signals.obeyed(try_it()))
     told = results.masked(grades.graded(server, declared, probed, experiments), results.secrets())
     print(json.dumps(told, ensure_ascii=False) if as_json else _report(told))
     if told["contradictions"] or told["grade"] == grades.Grade.F:
         raise typer.Exit(ENDED_BADLY)
+
+
+def _completed(name: str, declared: Tool, **given: Any) -> Tool:
+    """The declaration with what the command gives where nothing is declared."""
+    for field, value in given.items():
+        if value is not None and getattr(declared, field):
+            raise UsageError(f"harness.toml declares {field} of {name}; try another one there")
+    return declared.model_copy(update={field: value for field, value in given.items() if value is not None})
 
 
 def _table(option: str, text: str | None) -> LookUp | None:
@@ -360,16 +362,11 @@ def _list_tools(settings: Config, server: str, as_json: bool) -> None:
 
 def _report(told: Mapping[str, Any]) -> str:
     """The report of a probe for a person."""
-    lines = [f"{told['tool']}: grade {told['grade']}", f"  {told['means']}", ""]
-    for experiment in told["experiments"]:
-        lines += [
-            f"{experiment['name']}: {experiment['did']}",
-            f"  {experiment['saw']}",
-            f"  {experiment['verdict']}",
-            "",
-        ]
-    lines += [*told["contradictions"], *told["unproven"], "", "what fits, in harness.toml:", "", told["harness_toml"]]
-    return "\n".join(lines)
+    parts = [f"{told['tool']}: grade {told['grade']}\n  {told['means']}"]
+    parts += [f"{e['name']}: {e['did']}\n  {e['saw']}\n  {e['verdict']}" for e in told["experiments"]]
+    parts += [f"harness.toml: {said}" for said in (*told["contradictions"], *told["unproven"])]
+    parts += [f"what fits, in harness.toml:\n\n{told['harness_toml']}"]
+    return "\n\n".join(parts)
 
 
 rules_app = typer.Typer(no_args_is_help=True, help="What may be called.")

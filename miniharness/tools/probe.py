@@ -15,7 +15,7 @@ from miniharness.tools.bench import Bench, Operation, Running, Seen, Written
 from miniharness.tools.grades import Experiment, Property, Shown, shown
 
 REPEAT, KEYED, CONFLICT, LOOK_UP, FENCE = Property
-MOMENTS = (0.0, 1 / 3, 2 / 3)  # when a write is cut off, in parts of the time that a whole one took
+MOMENTS = (0.0, 0.5)  # when a write is cut off after it has left, in parts of the time that a whole one took
 NO_PROCESS = "the server is reached over HTTP: it is no process of ours"
 NO_LOOK_UP = "there is no look-up"
 PROBE = "the probe killed it"
@@ -162,6 +162,11 @@ def _killed_after(time_s: float) -> End:
     return end
 
 
+async def _killed_before(server: Running, operation: Operation) -> Written:
+    server.child.freeze()  # so that the request stays unread
+    return await _killed_after(0.0)(server, operation)
+
+
 async def _killed_in_the_end(server: Running, operation: Operation) -> Written:
     written = await server.write(operation, 1)
     server.child.kill(PROBE)
@@ -178,13 +183,14 @@ async def _kill(bench: Bench, so_far: Shown) -> Result:
     if so_far[REPEAT] is False and not bench.looks_up:
         return f"a repeat has a second effect, and {NO_LOOK_UP}: nothing more can be seen", {}
     times = [part * bench.write_s for part in MOMENTS]
-    done = [await _recover(bench, so_far, _killed_after(time_s)) for time_s in times]
-    done.append(await _recover(bench, so_far, _killed_in_the_end))
-    landed = sum(recovery.first.there for recovery in done)
+    ends = (_killed_before, *map(_killed_after, times), _killed_in_the_end)
+    done = [await _recover(bench, so_far, end) for end in ends]
+    first, last = sum(recovery.first.there for recovery in done), sum(recovery.last.there for recovery in done)
     each = [recovery.shows(so_far, bench.looks_up) for recovery in done]
     wrong = [f"; {r}" for r, shows in zip(done, each, strict=True) if False in shows.values() or not r.last.there]
-    when = ", ".join(f"{1000 * time_s:.1f}" for time_s in times)
-    saw = f"killed {when} ms after the request left, and after the answer: there {landed} of {len(done)} times"
+    when = " and ".join(f"{1000 * time_s:.1f}" for time_s in times)
+    saw = f"killed before it read the request, {when} ms after that left, and after the answer: "
+    saw += f"there {first} of {len(done)} times, and {last} times in the end"
     both = shown([Experiment("", "", "", shows) for shows in each])
     told = {stated: both[stated] for stated in both if any(stated in shows for shows in each)}
     return saw + "".join(wrong) + _uncounted(done[-1].last), told
@@ -273,4 +279,4 @@ def _agree(*all_seen: Seen) -> bool:
 
 
 def _uncounted(seen: Seen) -> str:
-    return "" if seen.count is not None else " (nothing counts the effects: --count)"
+    return "" if seen.count is not None else "; nothing counts the effects (--count)"
