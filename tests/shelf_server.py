@@ -5,7 +5,7 @@
 Its items are one JSON file. `put` adds an item: with `keyed` once for each key, with `conflict` it refuses other
 content under it, with `fence` every write that is older than the last look-up. `forgets` keeps keys and fences in the
 memory of the process alone. `set` gives an item its status. With `lies` no query finds anything, with `forks` every
-write is done twice.
+write is done twice. Beside the file a log tells when a server began, and when it left in good order.
 """
 
 from __future__ import annotations
@@ -98,9 +98,16 @@ def result(method: str, params: Json) -> Json:
     return {"content": [], "structuredContent": content, "isError": failed}
 
 
+def note(word: str) -> None:
+    with FILE.with_suffix(".log").open("a") as log:
+        print(word, file=log)
+
+
 if __name__ == "__main__":
+    note("began")
     for line in sys.stdin:
         message = json.loads(line)
         if "id" in message:
             told = result(message["method"], message.get("params", {}))
             print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": told}), flush=True)
+    note("left")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from miniharness.tools.bench import Seen, Written
 from miniharness.tools.config import MANUAL, Harness, Tool
 from miniharness.tools.grades import (
     Experiment,
@@ -21,6 +22,7 @@ from miniharness.tools.grades import (
     shown,
     unproven,
 )
+from miniharness.tools.probe import Recovery
 
 REPEAT, KEYED, CONFLICT, LOOK_UP, FENCE = Property
 EVERY = [
@@ -117,3 +119,49 @@ def test_an_experiment_that_was_not_tried_says_so() -> None:
         "a repeat adds nothing: yes; the look-up is true: no; a write older than the last look-up is refused: not seen"
     )
     assert (told["grade"], told["contradictions"]) == (Grade.D, [])
+
+
+ITEM = {"id": 1, "action": {}}
+THERE, ABSENT, TWICE, UNCOUNTED = Seen(ITEM, 1), Seen(None, 0), Seen(ITEM, 2), Seen(ITEM, None)
+HIDDEN, GHOST = Seen(None, 1), Seen(ITEM, 0)
+DONE, LOST = Written(), Written(fault="the server is gone")
+
+
+@pytest.mark.parametrize(
+    ("recovery", "repeats", "wanted"),
+    [
+        (Recovery(DONE, THERE, DONE, THERE), True, {REPEAT: True, LOOK_UP: True}),
+        (Recovery(LOST, ABSENT, DONE, THERE), True, {LOOK_UP: True}),
+        (Recovery(LOST, THERE, None, THERE), False, {LOOK_UP: True}),
+        (Recovery(DONE, THERE, DONE, TWICE), True, {REPEAT: False, LOOK_UP: True}),
+        (Recovery(LOST, ABSENT, DONE, TWICE), None, {REPEAT: False, LOOK_UP: True}),
+        (Recovery(LOST, ABSENT, DONE, TWICE), False, {LOOK_UP: False}),
+        (Recovery(DONE, ABSENT, DONE, THERE), True, {LOOK_UP: False}),
+        (Recovery(LOST, ABSENT, DONE, ABSENT), True, {LOOK_UP: False}),
+        (Recovery(LOST, HIDDEN, DONE, THERE), True, {REPEAT: True, LOOK_UP: False}),
+        (Recovery(LOST, GHOST, DONE, THERE), True, {LOOK_UP: False}),
+        (Recovery(DONE, UNCOUNTED, Written(id=1), UNCOUNTED), True, {REPEAT: True, LOOK_UP: True}),
+        (Recovery(DONE, UNCOUNTED, DONE, UNCOUNTED), True, {REPEAT: None, LOOK_UP: True}),
+    ],
+    ids=[
+        "answered, kept",
+        "lost, absent, written",
+        "lost, there, left alone",
+        "the repeat was a second effect",
+        "a late effect beside the repeat",
+        "an absent that was none",
+        "answered, not found",
+        "written again, not found",
+        "counted, not found",
+        "found, not counted",
+        "the answer names the same",
+        "nothing counts",
+    ],
+)
+def test_what_a_dead_server_leaves_is_judged_by_look_up_and_count(
+    recovery: Recovery, repeats: bool | None, wanted: Mapping[Property, bool | None]
+) -> None:
+    """What was found and counted by the next server, before and after the write was sent again."""
+    so_far = dict.fromkeys(Property) | {REPEAT: repeats}
+    assert recovery.shows(so_far, looks_up=True) == wanted
+    assert LOOK_UP not in recovery.shows(so_far, looks_up=False)

@@ -232,9 +232,11 @@ def test_a_tool_that_refuses_the_first_write_is_not_graded(tmp_path: Path) -> No
     assert (code, out, "does not take the very first write" in err) == (2, "", True), err
 
 
-def test_the_report_is_for_a_person(tmp_path: Path) -> None:
-    """Every experiment with what was done and seen, the grade, and the lines that fit."""
+def test_the_report_is_for_a_person_and_the_kills_are_real(tmp_path: Path) -> None:
+    """Every experiment, the grade, the lines that fit; four servers died, and the other three left in good order."""
     code, out, _ = Scratch(tmp_path, SHELF, "keyed", "conflict").command("shelf.put", *ARGS, "--scratch")
     assert (code, out.splitlines()[0]) == (1, "shelf.put: grade B")
     for part in ("late write: looked up, then sent", "harness.toml: declared fences = true", "[tools.shelf.put]"):
         assert part in out
+    log = (tmp_path / "shelf.log").read_text().split()
+    assert (log.count("began"), log.count("left")) == (7, 3)

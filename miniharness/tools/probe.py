@@ -113,7 +113,7 @@ async def _late_write(bench: Bench, so_far: Shown) -> Result:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recovery:
+class Recovery:
     """A write whose server ended, what another server shows of it, and what came of sending it again."""
 
     written: Written
@@ -143,7 +143,7 @@ End = Callable[[Running, Operation], Awaitable[Written]]
 """Sends a write and ends the server around it, or leaves it to be ended in good order."""
 
 
-async def _recover(bench: Bench, so_far: Shown, end: End) -> _Recovery:
+async def _recover(bench: Bench, so_far: Shown, end: End) -> Recovery:
     server, operation = await bench.running(), bench.fresh()
     await server.see(operation, 1)
     written = await end(server, operation)
@@ -152,7 +152,7 @@ async def _recover(bench: Bench, so_far: Shown, end: End) -> _Recovery:
     first = await server.see(operation, 2)
     harmless = so_far[REPEAT] is not False
     again = await server.write(operation, 2) if harmless or not first.there else None
-    return _Recovery(written, first, again, await server.see(operation, 3))
+    return Recovery(written, first, again, await server.see(operation, 3))
 
 
 def _killed_after(time_s: float) -> End:
@@ -190,7 +190,7 @@ async def _kill(bench: Bench, so_far: Shown) -> Result:
     wrong = [f"; {r}" for r, shows in zip(done, each, strict=True) if False in shows.values() or not r.last.there]
     when = " and ".join(f"{1000 * time_s:.1f}" for time_s in times)
     saw = f"killed before it read the request, {when} ms after that left, and after the answer: "
-    saw += f"there {first} of {len(done)} times, and {last} times in the end"
+    saw += f"there {first} of {len(done)} times, and {last} of {len(done)} in the end"
     both = shown([Experiment("", "", "", shows) for shows in each])
     told = {stated: both[stated] for stated in both if any(stated in shows for shows in each)}
     return saw + "".join(wrong) + _uncounted(done[-1].last), told
@@ -264,12 +264,12 @@ EXPERIMENTS: tuple[tuple[str, str, Callable[[Bench, Shown], Awaitable[Result]]],
 
 def _added_nothing(before: Seen, again: Written, after: Seen) -> bool | None:
     """Whether a write that was sent again had no second effect; None where that cannot be seen."""
+    if before.found and after.found and before.found != after.found:
+        return False
     if before.count is not None and after.count is not None:
-        return before == after if before.count else None
+        return before.count == after.count if before.count else None
     if before.id is None or after.id is None:
         return None
-    if before != after:
-        return False
     return True if again.id == before.id else None
 
 
