@@ -2,10 +2,17 @@
 
     shelf_server.py FILE [SWITCH ...]
 
-Its items are one JSON file. `put` adds an item: with `keyed` once for each key, with `conflict` it refuses other
-content under it, with `fence` every write that is older than the last look-up. `forgets` keeps keys and fences in the
-memory of the process alone. `set` gives an item its status. With `lies` no query finds anything, with `forks` every
-write is done twice. Beside the file a log tells when a server began, and when it left in good order.
+Its items are one JSON file; a log beside it tells when a server began, and when it left in good order. `put` adds an
+item, `set` gives one its status. The switches:
+
+    keyed     `put` writes once for each key
+    conflict  `put` refuses other content under a used key
+    fence     `put` refuses what is older than the last look-up
+    forgets   keys and fences are kept in the memory of the process alone
+    forks     `put` writes everything twice
+    lags      what `put` writes is there after the next `put`
+    lies      no query finds anything
+    alone     no other server may run beside it
 """
 
 from __future__ import annotations
@@ -35,8 +42,9 @@ def shelf() -> Iterator[Json]:
     """The items, keys and fences, for one call alone; what is changed is kept."""
     with FILE.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = json.loads(FILE.read_text()) if FILE.exists() else {"items": [], "keys": {}, "fences": {}}
-        yield kept | MEMORY if "forgets" in SWITCHES else kept
+        kept = json.loads(FILE.read_text()) if FILE.exists() else {"items": [], "keys": {}, "fences": {}, "late": []}
+        kept |= MEMORY if "forgets" in SWITCHES else {}
+        yield kept
         new = FILE.with_suffix(".new")
         new.write_text(json.dumps(kept))
         new.replace(FILE)
@@ -52,7 +60,9 @@ def put(arguments: Json, meta: Json) -> Json:
                 raise Refused("conflict")
             return {"done": True}
         kept["keys"][key] = title
-        kept["items"] += [{"key": key, "title": title, "status": ""}] * (2 if "forks" in SWITCHES else 1)
+        new = [{"key": key, "title": title, "status": ""}] * (2 if "forks" in SWITCHES else 1)
+        kept["items"] += kept["late"] if "lags" in SWITCHES else new
+        kept["late"] = new
     return {"done": True}
 
 
@@ -105,6 +115,9 @@ def note(word: str) -> None:
 
 if __name__ == "__main__":
     note("began")
+    if "alone" in SWITCHES:
+        alone = FILE.with_suffix(".alone").open("w")
+        fcntl.flock(alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
     for line in sys.stdin:
         message = json.loads(line)
         if "id" in message:

@@ -117,8 +117,9 @@ def test_what_is_not_declared_yet_can_be_given_with_the_command(tmp_path: Path) 
         (("fence",), "C", 'declared recovery = "keyed", but not so: a repeat adds nothing', "counted 2"),
         (("keyed", "conflict", "fence", "forgets"), "C", "declared fences = true, but not so", "freeze"),
         (("keyed", "fence", "lies"), "F", "declared look_up, but not so", "it does not find what was written"),
+        (("lags",), "F", "declared look_up, but not so", "it does not find what was written"),
     ],
-    ids=["no fence", "not keyed", "remembers in one process only", "a look-up that lies"],
+    ids=["no fence", "not keyed", "remembers in one process only", "a look-up that lies", "a write that lands later"],
 )
 def test_a_wrong_declaration_is_named_with_what_was_seen(
     tmp_path: Path, switches: tuple[str, ...], grade: str, denied: str, seen: str
@@ -127,6 +128,7 @@ def test_a_wrong_declaration_is_named_with_what_was_seen(
     told = Scratch(tmp_path, SHELF, *switches).probe("shelf.put")
     assert (told["grade"], told["code"]) == (grade, 1), told
     assert any(said.startswith(denied) and seen in said for said in told["contradictions"]), told["contradictions"]
+    assert told["shown"]["fence"] is not True or "fence" in switches
 
 
 def test_keys_in_memory_do_not_survive_a_restart(tmp_path: Path) -> None:
@@ -134,6 +136,13 @@ def test_keys_in_memory_do_not_survive_a_restart(tmp_path: Path) -> None:
     told = Scratch(tmp_path, SHELF, "keyed", "conflict", "fence", "forgets").probe("shelf.put")
     verdicts = {e["name"]: e["shows"].get("repeat") for e in told["experiments"]}
     assert (verdicts["repeat"], verdicts["restart"], told["shown"]["repeat"]) == (True, False, False), told
+
+
+def test_a_server_that_suffers_no_other_beside_it_is_graded_by_the_rest(tmp_path: Path) -> None:
+    """Nobody can look while it is frozen, so the freeze shows nothing; that is no fault of its look-up."""
+    told = Scratch(tmp_path, SHELF, "keyed", "conflict", "fence", "alone").probe("shelf.put")
+    assert (told["grade"], told["contradictions"]) == ("A", []), told
+    assert saw(told, "freeze").startswith("no second server starts beside it")
 
 
 def test_a_look_up_that_contradicts_the_count_is_not_true(tmp_path: Path) -> None:

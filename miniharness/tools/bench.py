@@ -130,7 +130,7 @@ class Running:
 
         def read(result: CallToolResult) -> int:
             number = answer(asked, operation.key, operation.arguments, result)
-            if isinstance(number, bool) or not isinstance(number, int | float) or number != int(number):
+            if isinstance(number, bool) or not isinstance(number, int | float) or number % 1:
                 raise ValueError(f"{asked.found} gives {number!r}, which is no whole number")
             return int(number)
 
@@ -285,7 +285,7 @@ async def offered(server: config.Server) -> dict[str, Json]:
 def _counting(look_up: config.LookUp | None) -> config.LookUp | None:
     """The query that counts what a look-up finds: one that takes the first of a list can count the list."""
     first = re.fullmatch(r"(.+)\|\s*\[0\]\s*", look_up.found, re.DOTALL) if look_up else None
-    return look_up.model_copy(update={"found": f"length({first[1]})"}) if look_up and first else None
+    return look_up.model_copy(update={"found": f"length(({first[1]}) || `[]`)"}) if look_up and first else None
 
 
 def _varied(arguments: Json, wanted: str | None, declared: config.Tool) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from miniharness.check import describe, differences
@@ -18,7 +19,7 @@ REPEAT, KEYED, CONFLICT, LOOK_UP, FENCE = Property
 MOMENTS = (0.0, 0.5)  # when a write is cut off after it has left, in parts of the time that a whole one took
 NO_PROCESS = "the server is reached over HTTP: it is no process of ours"
 NO_LOOK_UP = "there is no look-up"
-PROBE = "the probe killed it"
+KILLED = "the probe killed it"
 
 Result = tuple[str, Shown]
 """What an experiment saw, and what that shows: nothing where it was not tried."""
@@ -106,7 +107,7 @@ async def _late_write(bench: Bench, so_far: Shown) -> Result:
         return saw, {FENCE: False}
     newer = await server.write(operation, 3)
     last = await server.see(operation, 3)
-    return f"{saw}; a newer one was {newer}; {last}", {FENCE: last.there or None}
+    return f"{saw}; a newer one was {newer}; {last}", {FENCE: (late.refused and last.there) or None}
 
 
 # -- what a dead server leaves behind ----------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ async def _recover(bench: Bench, so_far: Shown, end: End) -> Recovery:
 
 def _killed_after(time_s: float) -> End:
     async def end(server: Running, operation: Operation) -> Written:
-        return await (await server.strike(operation, 1, time_s, lambda: server.child.kill(PROBE)))
+        return await (await server.strike(operation, 1, time_s, lambda: server.child.kill(KILLED)))
 
     return end
 
@@ -169,7 +170,7 @@ async def _killed_before(server: Running, operation: Operation) -> Written:
 
 async def _killed_in_the_end(server: Running, operation: Operation) -> Written:
     written = await server.write(operation, 1)
-    server.child.kill(PROBE)
+    server.child.kill(KILLED)
     return written
 
 
@@ -212,7 +213,11 @@ async def _freeze(bench: Bench, so_far: Shown) -> Result:
     if not bench.looks_up:
         return NO_LOOK_UP, {}
     frozen = await bench.running()
-    async with bench.started() as second:
+    async with AsyncExitStack() as stack:
+        try:
+            second = await stack.enter_async_context(bench.started())
+        except ToolUnavailable as error:
+            return f"no second server starts beside it: {error}", {FENCE: None}
         before = await _thawed(frozen, second, bench.fresh(), None)
         amid = await _thawed(frozen, second, bench.fresh(), bench.write_s / 2)
     both = (before[1], amid[1])
@@ -247,7 +252,7 @@ async def _thawed(
     saw = f"{meanwhile}; thawed, the write was {written}; {after}"
     if meanwhile.there:
         return saw, None
-    return saw, False if after.there else True if written.refused or not written.fault else None
+    return saw, False if after.there else written.refused or None
 
 
 EXPERIMENTS: tuple[tuple[str, str, Callable[[Bench, Shown], Awaitable[Result]]], ...] = (
