@@ -88,7 +88,7 @@ def test_a_right_declaration_is_confirmed(
     told = Scratch(tmp_path, declared).probe(tool, **arguments)
     assert (told["grade"], told["contradictions"], told["unproven"], told["code"]) == (grade, [], [], 0), told
     assert tomllib.loads(told["harness_toml"]) == tomllib.loads(declared)
-    assert "verdict" in told["experiments"][0]
+    assert told["shown"]["conflict"] is {"A": True, "B": False}.get(grade), "notes.put ignores other content"
     assert "there 0 of" not in saw(told, "kill"), "killed after the answer, it is there"
     assert "there 4 of" not in saw(told, "kill"), "killed before it read the request, it is not"
 
@@ -128,7 +128,7 @@ def test_a_wrong_declaration_is_named_with_what_was_seen(
     told = Scratch(tmp_path, SHELF, *switches).probe("shelf.put")
     assert (told["grade"], told["code"]) == (grade, 1), told
     assert any(said.startswith(denied) and seen in said for said in told["contradictions"]), told["contradictions"]
-    assert told["shown"]["fence"] is not True or "fence" in switches
+    assert all(stated in switches for stated in ("keyed", "fence") if told["shown"][stated])
 
 
 def test_keys_in_memory_do_not_survive_a_restart(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_effects_that_nothing_counts_are_not_taken_for_seen(tmp_path: Path) -> N
         'tool = "find", arguments = { key = "$key" }, found = "item"',
     )
     told = Scratch(tmp_path, declared, "forks").probe("shelf.put")
-    assert (told["grade"], told["shown"]["repeat"]) == ("C", None), told
+    assert (told["grade"], told["shown"]["repeat"], told["shown"]["keyed"]) == ("C", None, None), told
     assert told["unproven"][0] == 'declared recovery = "keyed"; not seen: a repeat adds nothing'
     assert "nothing counts the effects (--count)" in saw(told, "repeat")
 
