@@ -1,4 +1,4 @@
-"""The commands that touch tools: call one, accept a changed one, and check what is declared."""
+"""The commands that touch tools: call one, accept a changed one, try one out, and check what is declared."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import typer
 from miniharness import signals
 from miniharness.cli import By, Json, RunId, Why, app, decide, headed, printed, said, state_folder
 from miniharness.contract import Budget
-from miniharness.errors import Interrupted, UsageError
+from miniharness.errors import ENDED_BADLY, Interrupted, UsageError
 from miniharness.machine import Event, EventType, State
 from miniharness.report import exit_code, next_command, report, summary
 from miniharness.runs import Runs
 
 if TYPE_CHECKING:
-    from miniharness.tools.config import Tool
+    from miniharness.tools.config import Config, LookUp, Tool
 
 Folder = Annotated[Path, typer.Option("--config", metavar="DIR", help="where .mcp.json and harness.toml are")]
 FullName = Annotated[str, typer.Argument(metavar="SERVER.TOOL")]
@@ -254,6 +254,119 @@ def deny(ctx: typer.Context, run: RunId, by: By, why: Why) -> None:
     event = Event(EventType.CANCEL_REQUESTED, {"by": said("--by", by), "why": said("--why", why)})
     with closing(Runs(state_folder(ctx))) as journal:
         decide(journal, run, event, while_driven=True)
+
+
+@app.command()
+def probe(
+    server: Annotated[str, typer.Argument(metavar="SERVER[.TOOL]")],
+    args: Annotated[str | None, typer.Option(metavar="JSON", help="arguments that the tool takes")] = None,
+    scratch: Annotated[
+        bool, typer.Option("--scratch", help="the server works on a scratch copy: it may be written to and killed")
+    ] = False,
+    look_up: Annotated[
+        str | None,
+        typer.Option("--lookup", metavar="TABLE", help="where none is declared: look_up, as in harness.toml"),
+    ] = None,
+    key: Annotated[str | None, typer.Option(metavar="NAME", help="where none is declared: the key's argument")] = None,
+    count: Annotated[
+        str | None, typer.Option(metavar="TABLE", help="like --lookup; its `found` gives the number of effects")
+    ] = None,
+    vary: Annotated[
+        str | None, typer.Option(metavar="NAME", help="the argument that may vary; default: the first text")
+    ] = None,
+    config: Folder = Path(),
+    as_json: Json = False,
+) -> None:
+    """Grade how a tool's writes can be recovered, by trying it; with SERVER alone, list its tools."""
+    from miniharness.tools import grades, results
+    from miniharness.tools.bench import Bench
+    from miniharness.tools.config import SERVERS, load
+    from miniharness.tools.probe import probe as tried
+    from miniharness.tools.remote import find
+
+    settings = load(config)
+    if "." not in server:
+        _list_tools(settings, server, as_json)
+        return
+    found = find(settings, server)
+    declared = found.declared
+    if declared.recovery == "read":
+        raise UsageError(f"{server} only reads (harness.toml); there is nothing to recover")
+    if args is None:
+        raise UsageError(f"{server} needs arguments to be tried with: --args '{{...}}'")
+    if not scratch:
+        raise UsageError(
+            f"{server} would be written to, and its server killed and frozen; let {settings.folder / SERVERS} "
+            "point at a scratch copy of its data (another folder: --config DIR), then add --scratch"
+        )
+    probed = _completed(server, declared, look_up=_table("--lookup", look_up), key=key)
+    counting, arguments = _table("--count", count), _object("--args", args)
+
+    async def try_it() -> list[grades.Experiment]:
+        target, where = replace(found, declared=probed), settings.server(found.server)
+        async with Bench(where, target, arguments, varied=vary, count=counting) as bench:
+            return await tried(bench)
+
+    experiments = signals.run(signals.obeyed(try_it()))
+    told = results.masked(grades.graded(server, declared, probed, experiments), results.secrets())
+    print(json.dumps(told, ensure_ascii=False) if as_json else _report(told))
+    if told["contradictions"] or told["grade"] == grades.Grade.F:
+        raise typer.Exit(ENDED_BADLY)
+
+
+def _completed(name: str, declared: Tool, **given: Any) -> Tool:
+    """The declaration with what the command gives where nothing is declared."""
+    for field, value in given.items():
+        if value is not None and getattr(declared, field):
+            raise UsageError(f"harness.toml declares {field} of {name}; try another one there")
+    return declared.model_copy(update={field: value for field, value in given.items() if value is not None})
+
+
+def _table(option: str, text: str | None) -> LookUp | None:
+    """A query as it stands in harness.toml behind `look_up =`."""
+    import tomllib
+
+    from pydantic import ValidationError
+
+    from miniharness.tools.config import LookUp
+
+    if text is None:
+        return None
+    try:
+        return LookUp.model_validate(tomllib.loads(f"it = {text}")["it"])
+    except tomllib.TOMLDecodeError as error:
+        told = str(error)
+    except ValidationError as error:
+        told = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+    raise UsageError(f'{option} must be a table like {{ tool = "list", found = "items | [0]" }}: {told}')
+
+
+def _list_tools(settings: Config, server: str, as_json: bool) -> None:
+    from miniharness.tools.bench import offered
+
+    declared = settings.tools.get(server, {})
+    table = headed("tool", "hints of the server", "declared", "look-up", "fences")
+    for name, hints in signals.run(signals.obeyed(offered(settings.server(server)))).items():
+        tool = declared.get(name)
+        if as_json:
+            said = tool.model_dump(mode="json", exclude_defaults=True) if tool else None
+            print(json.dumps({"tool": f"{server}.{name}", "hints": hints, "declared": said}, ensure_ascii=False))
+            continue
+        words = ", ".join(f"{hint}={json.dumps(value)}" for hint, value in hints.items()) or "none"
+        look_up = tool.look_up.tool if tool and tool.look_up else ""
+        fences = "yes" if tool and tool.fences else ""
+        table.add_row(name, words, tool.recovery if tool else "no: manual", look_up, fences)
+    if not as_json:
+        printed(table)
+
+
+def _report(told: Mapping[str, Any]) -> str:
+    """The report of a probe for a person."""
+    parts = [f"{told['tool']}: grade {told['grade']}\n  {told['means']}"]
+    parts += [f"{e['name']}: {e['did']}\n  {e['saw']}\n  {e['verdict']}" for e in told["experiments"]]
+    parts += [f"harness.toml: {said}" for said in (*told["contradictions"], *told["unproven"])]
+    parts += [f"what fits, in harness.toml:\n\n{told['harness_toml']}"]
+    return "\n\n".join(parts)
 
 
 rules_app = typer.Typer(no_args_is_help=True, help="What may be called.")

@@ -46,12 +46,13 @@ async def _reached(server: config.Server, name: str, declared: config.Tool) -> A
         yield ServerTool(server.name, name, declared, session)
 
 
-def session_for(server: config.Server, timeout_s: float) -> Session:
-    """A session with that server; our own starts now."""
+def session_for(server: config.Server, timeout_s: float, child: Child | None = None) -> Session:
+    """A session with that server; our own starts now, unless it is `child`, which has been started."""
     limits = Limits(read_s=timeout_s)
     if server.url:
         return http_session(server.url, server.headers, limits)
-    return stdio_session(Child(server.command, server.env), limits, "legacy")  # some hang on a newer greeting
+    child = child or Child(server.command, server.env)
+    return stdio_session(child, limits, "legacy")  # some hang on a newer greeting
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +114,10 @@ class ServerTool:
             Declaration(
                 tool=self.name,
                 arguments=self.sent,
-                look_up=_query(declared.look_up, action, compared) if declared.look_up else None,
+                look_up=query(declared.look_up, action, compared) if declared.look_up else None,
                 needs={},
                 clean=lambda error: any(_is_clean(known, error) for known in declared.clean_errors),
-                read=_whole(self.session, self.name),
+                read=whole(self.session, self.name),
                 fences=declared.fences,
             ),
         )
@@ -128,7 +129,7 @@ class ServerTool:
             ToolUnavailable: it gave no usable answer.
         """
         try:
-            return await self.session.call(self.name, arguments, _whole(self.session, self.name), {})
+            return await self.session.call(self.name, arguments, whole(self.session, self.name), {})
         except CallFailed as error:
             raise ToolUnavailable(f"{self.server}.{self.name}: {error.reason}") from error
 
@@ -150,32 +151,40 @@ def _check(schema: Mapping[str, Any], arguments: Json, name: str) -> None:
         raise UsageError(f"--args do not fit {name}: {told}")
 
 
-def _query(look_up: config.LookUp, action: Json, compared: frozenset[str]) -> Query:
+def query(look_up: config.LookUp, action: Json, compared: frozenset[str]) -> Query:
+    """The declared look-up of the write with this action; `compared` are the fields of its goal."""
+
     def arguments(key: str) -> Json:
         filled: Json = config.filled(look_up.arguments, config.known(key, action))
         return filled
 
-    leading = config.leading_field(look_up.found)
-
     def read(key: str, result: CallToolResult) -> Json | None:
-        content = _content(result, look_up.reads)
-        if leading and not (isinstance(content, dict) and leading in content):  # a typo must not look like an absence
-            raise ValueError(f"it has no field {leading!a}, which `found` begins with")
-
-        def search(expression: str, value: Any) -> Any:
-            known = config.with_literals(expression, config.known(key, action))
-            return jmespath.search(known, value)
-
-        found = search(look_up.found, content)
+        found = answer(look_up, key, action, result)
         if found in (None, False, "", [], {}):  # what JMESPath itself holds for false
             return None
-        fields = search(look_up.fields, found)
+        fields = _search(look_up.fields, found, key, action)
         if not isinstance(fields, dict):
             raise ValueError("the look-up's fields are no object")
-        named = search(look_up.id, found) if isinstance(found, dict) else None
+        named = _search(look_up.id, found, key, action) if isinstance(found, dict) else None
         return {"id": named, "action": {field: fields[field] for field in fields.keys() & compared}}
 
     return Query(look_up.tool, arguments, read)
+
+
+def answer(look_up: config.LookUp, key: str, action: Json, result: CallToolResult) -> Any:
+    """What `found` gives of an answer to the look-up.
+
+    Raises:
+        ValueError: the answer has not what `found` needs.
+    """
+    content, leading = _content(result, look_up.reads), config.leading_field(look_up.found)
+    if leading and not (isinstance(content, dict) and leading in content):  # a typo must not look like an absence
+        raise ValueError(f"it has no field {leading!a}, which `found` begins with")
+    return _search(look_up.found, content, key, action)
+
+
+def _search(expression: str, value: Any, key: str, action: Json) -> Any:
+    return jmespath.search(config.with_literals(expression, config.known(key, action)), value)
 
 
 def _content(result: CallToolResult, reads: str) -> Any:
@@ -187,7 +196,7 @@ def _content(result: CallToolResult, reads: str) -> Any:
     return json.loads(text) if reads == "json" else text
 
 
-def _whole(session: Session, name: str) -> Callable[[CallToolResult], Any]:
+def whole(session: Session, name: str) -> Callable[[CallToolResult], Any]:
     """Reads an answer of that tool; one that breaks the tool's own output schema is not whole."""
     schema = session.tool(name).output_schema
     validator = Draft202012Validator(schema) if schema else None
