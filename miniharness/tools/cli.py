@@ -309,7 +309,7 @@ def check(config: Folder = Path()) -> None:
         servers.add_row(server.name, server.url or " ".join(server.command), server.problem)
     for server_name, declared in sorted(settings.tools.items()):
         for name, tool in sorted(declared.items()):
-            look_up = tool.look_up.tool if tool.look_up else "none"
+            look_up = "outcome" if tool.outcome else tool.look_up.tool if tool.look_up else "none"
             tools.add_row(f"{server_name}.{name}", tool.recovery, tool.danger, tool.key or "", look_up, _final(tool))
     printed(servers)
     printed(tools)
@@ -323,10 +323,10 @@ def check(config: Folder = Path()) -> None:
 
 
 def _final(tool: Tool) -> str:
+    if tool.fenced:
+        return "at once (fence)"
     if tool.recovery in ("read", "manual") or not tool.look_up:
         return ""
-    if tool.fences:
-        return "at once (fence)"
     if tool.recovery == "keyed":
         return "no; it is sent again under its key"
     return f"after {tool.settles_after:g} s" if tool.settles_after is not None else "never after an attempt"

@@ -16,10 +16,10 @@ from jsonschema.exceptions import SchemaError
 from miniharness.engine import Json
 from miniharness.errors import ToolUnavailable, UsageError
 from miniharness.mcp.child import Child
-from miniharness.mcp.declared import Declaration, DeclaredTool, Query
+from miniharness.mcp.declared import Declaration, DeclaredTool, LookUp, Query
 from miniharness.mcp.session import CallFailed, Session, http_session, stdio_session
 from miniharness.mcp.wire import Limits
-from miniharness.tools import config
+from miniharness.tools import config, outcome
 from miniharness.tools.target import Target
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class ServerTool:
         """What the server says of the tool and of the one that looks it up, by full name.
 
         Raises:
-            ToolUnavailable: one of them is broken.
+            ToolUnavailable: one of them is broken, or keeps no outcomes although it is declared to.
             UsageError: one of them is not there.
         """
         look_up = self.declared.look_up
@@ -76,6 +76,8 @@ class ServerTool:
         if missing := [name for name in names if name not in self.session.tools]:
             known = ", ".join(sorted(self.session.tools)) or "none"
             raise UsageError(f"the server {self.server} offers no tool {missing[0]}; it offers: {known}")
+        if self.declared.outcome:
+            outcome.check(self.session.tool(self.name))
         return {f"{self.server}.{name}": _definition(self.session, name) for name in names}
 
     def check(self, arguments: Json) -> None:
@@ -100,16 +102,20 @@ class ServerTool:
     def port(self, action: Json, compared: frozenset[str]) -> DeclaredTool:
         """The tool for the engine, for the one run with this action; `compared` are the fields of its goal."""
         declared = self.declared
+        look_up: LookUp | None = _query(declared.look_up, action, compared) if declared.look_up else None
+        clean: list[str | config.CleanError] = list(declared.clean_errors)
+        if declared.outcome:
+            look_up, clean = outcome.query(self.name, compared), [*clean, *outcome.CLEAN]
         return DeclaredTool(
             self.session,
             Declaration(
                 tool=self.name,
                 arguments=self.sent,
-                look_up=_query(declared.look_up, action, compared) if declared.look_up else None,
+                look_up=look_up,
                 needs={},
-                clean=lambda error: any(_is_clean(known, error) for known in declared.clean_errors),
+                clean=lambda error: any(_is_clean(known, error) for known in clean),
                 read=_whole(self.session, self.name),
-                fences=declared.fences,
+                fences=declared.fenced,
             ),
         )
 
