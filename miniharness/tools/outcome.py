@@ -61,7 +61,7 @@ def query(tool: str, compared: frozenset[str]) -> LookUp:
             raise ToolUnavailable(f"operation {key} was done by the tool {done.tool}, not {tool}; use another run id")
         result = done.result if isinstance(done.result, dict) else {}
         known = done.arguments | result
-        return {"id": result.get("id"), "action": {field: known[field] for field in known.keys() & compared}}
+        return {"id": result.get("id", key), "action": {field: known[field] for field in known.keys() & compared}}
 
     return look_up
 
