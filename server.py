@@ -7,50 +7,62 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import secrets
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Context
 from mcp.server.transport_security import TransportSecuritySettings
-from mcp.types import CallToolResult, TextContent, ToolAnnotations
+from mcp.types import CallToolResult, ToolAnnotations
 
 import miniharness
 from miniharness import faults
-from miniharness.contract import text_fault
-from miniharness.errors import TRY_AGAIN, StoreError, UsageError
+from miniharness.errors import TRY_AGAIN, HarnessError, StoreError
 from miniharness.mcp.stdio import serve
-from miniharness.mcp.wire import EPOCH_META, TOKEN
+from miniharness.mcp.wire import TOKEN
+from miniharness.server.extension import OutcomeMethod, answer, failure, marker, operation
 from model import validate_action
-from store import Found, Refused, Ticket, Tickets
+from store import Found, Ticket, Tickets
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 WRITES = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=True, open_world_hint=False)
+CREATE = "create_review_ticket"
 
 Reply = Annotated[CallToolResult, Found]
 
 
 def build(tickets: Tickets, fault: str | None = None) -> MCPServer:
     """The server over an open store. Calls that arrive together share a commit; each is done whole or not at all."""
-    server = MCPServer("review-tickets", version=miniharness.__version__, log_level="WARNING")
+
+    async def outcome(key: str, epoch: int | None) -> Mapping[str, Any] | None:
+        found = await tickets.together(lambda: tickets.look_up(key, epoch))
+        return {"tool": CREATE, "arguments": found.action.model_dump(), "result": _shown(found)} if found else None
+
+    server = MCPServer(
+        "review-tickets", version=miniharness.__version__, log_level="WARNING", extensions=[OutcomeMethod(outcome)]
+    )
 
     @server.tool(annotations=READS)
     async def lookup_review_ticket(operation_key: str, ctx: Context) -> Reply:
         """Find the review ticket of an operation key; the answer's ticket is null when there is none."""
-        return await _reply(tickets, lambda: tickets.look_up(_key(operation_key), _epoch(ctx)))
+        return await _reply(tickets, lambda: tickets.look_up(*_attempt(ctx)))
 
-    @server.tool(annotations=WRITES)
+    @server.tool(name=CREATE, annotations=WRITES, meta=marker("operation_key"))
     async def create_review_ticket(operation_key: str, source: str, title: str, ctx: Context) -> Reply:
         """Create the review ticket of an operation key; the same key and content again returns the same ticket."""
         action = {"source": source, "title": title}
-        reply = await _reply(tickets, lambda: tickets.create(_key(operation_key), validate_action(action), _epoch(ctx)))
+
+        def create() -> Ticket:
+            key, epoch = _attempt(ctx)
+            return tickets.create(key, validate_action(action), epoch)
+
+        reply = await _reply(tickets, create)
         if not reply.is_error:
             faults.reach(faults.SERVER_AFTER_COMMIT, fault)
         return reply
@@ -58,34 +70,22 @@ def build(tickets: Tickets, fault: str | None = None) -> MCPServer:
     return server
 
 
-def _key(operation_key: str) -> str:
-    if fault := text_fault(operation_key):
-        raise UsageError(f"operation_key {fault}")
-    return operation_key
-
-
-def _epoch(ctx: Context) -> int | None:
-    epoch = (ctx.request_context.meta or {}).get(EPOCH_META)
-    if epoch is not None and (type(epoch) is not int or not 0 <= epoch < 1 << 63):
-        raise UsageError(f"_meta {EPOCH_META} must be an integer from 0")
-    return epoch
+def _attempt(ctx: Context) -> tuple[str, int | None]:
+    """The operation's key, and the epoch of who asks."""
+    asked = operation(ctx.request_context, "operation_key")
+    return asked.key, asked.epoch
 
 
 async def _reply(tickets: Tickets, work: Callable[[], Ticket | None]) -> CallToolResult:
-    """The answer as structured content, or an error with a code.
-
-    `invalid`, `conflict` and `stale` mean that the call certainly changed nothing; `store` means that nobody knows.
-    """
+    """What the work gives as an answer, or why it was refused."""
     try:
-        content = Found(ticket=await tickets.together(work)).model_dump()
-    except Refused as error:
-        content = {"error": {"code": error.code, "message": str(error)}}
-    except UsageError as error:
-        content = {"error": {"code": "invalid", "message": str(error)}}
-    except StoreError as error:
-        content = {"error": {"code": "store", "message": str(error)}}
-    text = TextContent(type="text", text=json.dumps(content, ensure_ascii=False))
-    return CallToolResult(content=[text], structured_content=content, is_error="error" in content)
+        return answer(_shown(await tickets.together(work)))
+    except HarnessError as error:
+        return failure(error)
+
+
+def _shown(ticket: Ticket | None) -> dict[str, Any]:
+    return Found(ticket=ticket).model_dump()
 
 
 Asgi = Callable[[dict[str, Any], Any, Callable[[dict[str, Any]], Awaitable[None]]], Awaitable[None]]

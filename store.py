@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from miniharness.check import describe, differences
 from miniharness.contract import canonical
 from miniharness.database import Database
-from miniharness.errors import HarnessError
 from miniharness.runs import Runs
+from miniharness.server.outcomes import Conflict, Refused, Stale, check_fence, raise_fence
 
 __all__ = ["Action", "Conflict", "Found", "Refused", "Runs", "Stale", "Ticket", "Tickets"]
 
@@ -35,6 +35,10 @@ MIGRATIONS = (
       op text primary key,
       epoch integer not null
     ) strict, without rowid;
+    """,
+    """
+    alter table fences rename to operation_fences;
+    alter table operation_fences rename column op to operation_key;
     """,
 )
 
@@ -63,24 +67,6 @@ class Found(_Exact):
     ticket: Ticket | None
 
 
-class Refused(HarnessError):
-    """A write that certainly did not happen; `code` says why."""
-
-    code = "refused"
-
-
-class Conflict(Refused):
-    """The key already holds another action."""
-
-    code = "conflict"
-
-
-class Stale(Refused):
-    """A newer attempt has looked the key up; this one comes too late."""
-
-    code = "stale"
-
-
 class Tickets:
     """Tickets by operation key, with a fence for each key. Each method is one transaction.
 
@@ -100,11 +86,7 @@ class Tickets:
         if epoch is None:
             return self._get(op)
         with self._db.transaction():
-            self._db.execute(
-                "insert into fences values (:op, :epoch)"
-                " on conflict (op) do update set epoch = max(epoch, excluded.epoch)",
-                {"op": op, "epoch": epoch},
-            )
+            raise_fence(self._db.execute, op, epoch)
             return self._get(op)
 
     async def together(self, work: Callable[[], T]) -> T:
@@ -122,7 +104,7 @@ class Tickets:
             Stale: a fence stands for the key, and `epoch` is below it or missing.
         """
         with self._db.transaction():
-            self._check_fence(op, epoch)
+            check_fence(self._db.execute, op, epoch)
             if ticket := self._get(op):
                 if other := differences(ticket.action.model_dump(), action):
                     raise Conflict(f"operation {op} already holds another ticket: {describe(other)}")
@@ -132,12 +114,6 @@ class Tickets:
             ticket = self._get(op)
             assert ticket is not None
             return ticket
-
-    def _check_fence(self, op: str, epoch: int | None) -> None:
-        row = self._db.execute("select epoch from fences where op = ?", (op,)).fetchone()
-        if row and (epoch is None or epoch < row[0]):
-            said = "without an epoch" if epoch is None else f"of epoch {epoch}"
-            raise Stale(f"operation {op} is fenced at epoch {row[0]}; this write {said} comes too late")
 
     def _get(self, op: str) -> Ticket | None:
         row = self._db.execute("select id, payload from tickets where op = ?", (op,)).fetchone()

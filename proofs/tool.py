@@ -18,6 +18,7 @@ import server
 import store
 from miniharness.contract import canonical
 from miniharness.errors import StoreError, UsageError
+from miniharness.server.outcomes import check_fence
 from proofs.accident import Notes, Watch
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ def install(watch: Watch, notes: Notes, plain: bool, fault: Fault | None) -> Non
             if not plain:
                 return super().create(op, action, epoch)
             with self._db.transaction():
-                self._check_fence(op, epoch)
+                check_fence(self._db.execute, op, epoch)
                 values = {"op": op, "payload": canonical(action)}
                 number = self._db.execute("insert into tickets (op, payload) values (:op, :payload)", values).lastrowid
                 return store.Ticket(id=number or 0, action=store.Action(**action))
@@ -93,7 +94,8 @@ def install(watch: Watch, notes: Notes, plain: bool, fault: Fault | None) -> Non
 
     server.Tickets = World  # type: ignore[attr-defined]
     if plain:
-        store.MIGRATIONS = (store.MIGRATIONS[0].replace("op text not null unique", "op text not null"),)
+        made, *changed = store.MIGRATIONS
+        store.MIGRATIONS = (made.replace("op text not null unique", "op text not null"), *changed)
 
 
 def tickets(folder: Path) -> list[tuple[str, dict[str, Any]]]:

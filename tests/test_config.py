@@ -106,12 +106,23 @@ def test_a_declared_tool_is_taken_whole(tmp_path: Path) -> None:
     assert (tool.look_up.tool, tool.look_up.arguments) == ("find", {"key": "$key"})
 
 
+def test_a_tool_that_keeps_outcomes_is_fenced_and_needs_nothing_else(tmp_path: Path) -> None:
+    """Two lines; the key may be an argument of the tool."""
+    outcome = '[tools.tickets.create]\nrecovery = "keyed"\noutcome = true\n'
+    for text in (outcome, outcome + 'key = "op"\n'):
+        tool = config.load(written(tmp_path, tools=text)).tool("tickets", "create")
+        assert (tool.fenced, tool.deduplicates, tool.look_up) == (True, True, None)
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
         ('recovery = "sometimes"', "harness.toml:3: tools.a.b.recovery"),
         ('recovery = "manual"\nfence = true', "harness.toml:4: tools.a.b.fence"),
-        ('recovery = "keyed"', 'harness.toml:2: tools.a.b: .*"keyed" needs key'),
+        ('recovery = "keyed"', 'harness.toml:2: tools.a.b: .*"keyed" needs outcome, or key'),
+        ('recovery = "lookup"\nlook_up = { tool = "t" }\noutcome = true', 'outcome is for recovery = "keyed"'),
+        ('recovery = "keyed"\nlook_up = { tool = "t" }\noutcome = true', "the outcome method is the look-up"),
+        ('recovery = "manual"\noutcome = true', 'outcome is for recovery = "keyed"'),
         ('recovery = "lookup"', "needs look_up"),
         ('recovery = "read"\nkey = "k"', 'recovery = "read" takes no key'),
         ('recovery = "idempotent"\nfences = true', "fences needs look_up"),

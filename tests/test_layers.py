@@ -122,7 +122,7 @@ def test_the_house_limits_hold() -> None:
     """Short files and functions: the whole can be read in one sitting."""
     lines = {p: len(p.read_text().splitlines()) for p in SOURCES}
     assert sum(n for p, n in lines.items() if p.parent == ROOT) < 900
-    kernel = [p for p in PACKAGE if p.parent.name != "tools"]
+    kernel = [p for p in PACKAGE if p.parent.name not in ("tools", "server")]  # these two stand on top
     assert sum(code_lines(p) for p in kernel) < 2500
     assert max(lines.values()) < 500
     functions = [

@@ -363,6 +363,8 @@ def test_a_declaration_that_cannot_hold_is_refused_at_once() -> None:
         tool(recovery="keyed")
     with pytest.raises(UsageError, match="no parameter 'key'"):
         tool(recovery="keyed", lookup=print)(lambda: None)
+    with pytest.raises(UsageError, match="outcome is for tools of a server"):
+        tool(recovery="keyed", outcome=True)
     with pytest.raises(UsageError, match="annotation"):
         tool(recovery="manual")(lambda amount: None)
 

@@ -296,9 +296,9 @@ def provider() -> Iterator[Provider]:
 
 
 WHERE = {
-    "planned": "hang@insert into fences",
-    "reconciling": "hang@insert into fences#2",
-    "waiting_execution": "hang@insert into fences",
+    "planned": "hang@insert into operation_fences",
+    "reconciling": "hang@insert into operation_fences#2",
+    "waiting_execution": "hang@insert into operation_fences",
     "dispatching": "hang@insert into tickets",
 }
 

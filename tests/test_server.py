@@ -59,7 +59,7 @@ class Remote:
     def rows(self) -> tuple[list[tuple[str, dict[str, str]]], list[tuple[str, int]]]:
         """All tickets, and all fences."""
         connection = sqlite3.connect(self._path)
-        fences = connection.execute("select op, epoch from fences order by op").fetchall()
+        fences = connection.execute("select * from operation_fences order by 1").fetchall()
         connection.close()
         return tickets(self._path.parent), fences
 

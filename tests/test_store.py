@@ -100,9 +100,9 @@ def test_the_file_itself_refuses_a_second_row_for_a_key(path: Path, store: Ticke
 def test_a_look_up_without_an_epoch_raises_no_fence(path: Path, store: Tickets) -> None:
     """Only a look-up that carries an epoch writes anything."""
     store.look_up("a")
-    assert rows(path, "fences") == []
+    assert rows(path, "operation_fences") == []
     store.create("a", GOAL)
-    assert rows(path, "fences") == []
+    assert rows(path, "operation_fences") == []
 
 
 numbers = itertools.count()
@@ -134,7 +134,7 @@ def test_fences_only_grow_and_decide_every_write(
         else:
             held = wanted
             assert outcome == wanted
-    assert dict(rows(path, "fences")).get(op) == fence
+    assert dict(rows(path, "operation_fences")).get(op) == fence
     stored = {key: json.loads(payload) for _, key, payload in rows(path)}
     assert stored.get(op) == held
 
@@ -358,7 +358,7 @@ def test_a_file_that_another_program_holds_is_an_error_after_the_limit_and_works
     assert store.look_up("a") is None
     other.execute("rollback")
     other.close()
-    assert rows(path) == rows(path, "fences") == []
+    assert rows(path) == rows(path, "operation_fences") == []
     assert store.create("a", GOAL).action.model_dump() == GOAL
     store.close()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
@@ -18,12 +18,17 @@ from miniharness.mcp.wire import EPOCH_META, KEY_META
 if TYPE_CHECKING:
     from mcp.types import CallToolResult
 
-T = TypeVar("T")
+LookUp = Callable[[Session, str, int], Awaitable[Json | None]]
+"""Asks a server for the resource `{"id", "action"}` of an operation key, or None; the epoch is of who asks.
+
+Raises:
+    CallFailed, ToolUnavailable: there was no usable answer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """How a resource is looked up.
+    """Looks a resource up by a tool.
 
     `arguments` makes the arguments of an operation key. `read` returns the resource `{"id", "action"}` that an answer
     shows for the key, or None when it is not there; it raises `ValueError` when the answer does not say.
@@ -32,6 +37,14 @@ class Query:
     tool: str
     arguments: Callable[[str], Json]
     read: Callable[[str, CallToolResult], Json | None]
+
+    async def __call__(self, session: Session, key: str, epoch: int) -> Json | None:
+        """As `LookUp` has it."""
+        return await session.call(self.tool, self.arguments(key), partial(self.read, key), _meta(key, epoch))
+
+
+def _meta(key: str, epoch: int) -> Json:
+    return {EPOCH_META: epoch, KEY_META: key}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +59,7 @@ class Declaration:
 
     tool: str
     arguments: Callable[[str, Json], Json]
-    look_up: Query | None
+    look_up: LookUp | None
     needs: Mapping[str, frozenset[str]]
     clean: Callable[[Json], bool]
     read: Callable[[CallToolResult], object]
@@ -104,7 +117,7 @@ class DeclaredTool:
         if query is None:
             raise CannotTell
         try:
-            return await self._call(query.tool, query.arguments(key), key, epoch, partial(query.read, key))
+            return await query(self.session, key, epoch)
         except CallFailed as error:
             said = f"{self._declared.tool} could not be looked up ({error.reason}); nothing was decided"
             raise ToolUnavailable(said) from error
@@ -113,7 +126,8 @@ class DeclaredTool:
         """Write, once; whatever comes back, only a look-up will tell."""
         declared = self._declared
         try:
-            await self._call(declared.tool, declared.arguments(key, action), key, epoch, declared.read)
+            arguments = declared.arguments(key, action)
+            await self.session.call(declared.tool, arguments, declared.read, _meta(key, epoch))
         except CallFailed as error:
             if error.late and not declared.fences:
                 self.session.end(f"{declared.tool} took too long, and must not take effect later")
@@ -121,6 +135,3 @@ class DeclaredTool:
                 return Answer(Outcome.UNSENT, error.reason)
             return Answer(Outcome.REFUSED if declared.clean(error.error) else Outcome.UNKNOWN, error.reason)
         return Answer(Outcome.RETURNED)
-
-    async def _call(self, name: str, arguments: Json, key: str, epoch: int, read: Callable[[CallToolResult], T]) -> T:
-        return await self.session.call(name, arguments, read, {EPOCH_META: epoch, KEY_META: key})

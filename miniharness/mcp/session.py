@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from miniharness.contract import canonical
 from miniharness.errors import OutcomeUnknown, ToolUnavailable
@@ -23,6 +23,7 @@ SDK_TIMEOUT = -32001
 ACCEPTED = ("2025-11-25", "2026-07-28")
 
 T = TypeVar("T")
+A = TypeVar("A", bound=BaseModel)
 
 
 class CallFailed(OutcomeUnknown):
@@ -173,7 +174,6 @@ class Session:
         """
         from mcp import types
 
-        assert self._client is not None, "connect() comes first"
         try:
             canonical([arguments, meta]).encode()
         except ValueError as error:  # over HTTP it would end the whole session
@@ -181,20 +181,7 @@ class Session:
         params = types.CallToolRequestParams.model_validate(
             {"name": name, "arguments": dict(arguments), "_meta": dict(meta)}
         )
-        request, limit_s = Request(), self._limits.read_s
-        token = CURRENT.set(request)
-        try:
-            async with asyncio.timeout(limit_s + self._limits.write_s):
-                result = await self._client.session.send_request(
-                    types.CallToolRequest(params=params), types.CallToolResult, request_read_timeout_seconds=limit_s
-                )
-        except Exception as error:  # whatever it was: the effect may be there
-            if self._child and self._child.output.at_eof():
-                await self.dies()  # it is the better reason
-            reason, late = request.fault or self._tell(error), _is_late(error)
-            raise CallFailed(f"{name}: {reason}", sent=request.sent, late=late) from error
-        finally:
-            CURRENT.reset(token)
+        result = await self.ask(name, types.CallToolRequest(params=params), types.CallToolResult)
         content = result.structured_content
         if result.is_error:
             told = content.get("error") if isinstance(content, dict) else None
@@ -206,6 +193,26 @@ class Session:
         except ValueError as error:
             faults = f"{error.error_count()} faults" if isinstance(error, ValidationError) else str(error)
             raise CallFailed(f"{name}: the answer breaks its schema ({faults})", sent=True) from error
+
+    async def ask(self, name: str, question: Any, answer: type[A]) -> A:
+        """Send the request `question` once, and return its `answer`; `name` is how messages call it.
+
+        Raises:
+            CallFailed: there was no such answer; what the SDK says is its cause.
+        """
+        assert self._client is not None, "connect() comes first"
+        request, limit_s = Request(), self._limits.read_s
+        token = CURRENT.set(request)
+        try:
+            async with asyncio.timeout(limit_s + self._limits.write_s):
+                return await self._client.session.send_request(question, answer, request_read_timeout_seconds=limit_s)
+        except Exception as error:  # whatever it was: the effect may be there
+            if self._child and self._child.output.at_eof():
+                await self.dies()  # it is the better reason
+            reason, late = request.fault or self._tell(error), _is_late(error)
+            raise CallFailed(f"{name}: {reason}", sent=request.sent, late=late) from error
+        finally:
+            CURRENT.reset(token)
 
     def _tell(self, error: BaseException) -> str:
         """The innermost reason, in words that name no content."""

@@ -9,6 +9,11 @@ EPOCH_META = "io.github.miniharness/epoch"
 KEY_META = "io.github.miniharness/operation-key"
 """What a request carries in its `_meta` beside its arguments; MCP has no words of its own for either."""
 
+RECOVERABLE = "io.github.miniharness/recoverable"
+OUTCOME_METHOD = "io.github.miniharness/outcome"
+REPLAYED_META = "io.github.miniharness/replayed"
+"""The extension of docs/recoverable-tools.md, also in the `_meta` of its tools; its method; the mark of a replay."""
+
 TOKEN = "MINIHARNESS_TOKEN"
 """The environment variable with the bearer token of an HTTP server, for both sides."""
 

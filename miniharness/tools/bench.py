@@ -212,7 +212,7 @@ class Bench:
     @property
     def looks_up(self) -> bool:
         """Whether there is a look-up."""
-        return self.target.declared.look_up is not None
+        return bool(self.target.declared.asked)
 
     @property
     def own(self) -> bool:
@@ -233,7 +233,7 @@ class Bench:
             with suppress(ValueError):
                 read = query(look_up, operation.arguments, self.compared(operation)).read
                 return (read(operation.key, result) or {}).get("id")
-        return None
+        return (result.structured_content or {}).get("id") if self.target.declared.outcome else None
 
     def fresh(self, key: str | None = None) -> Operation:
         """An operation that there was not before, or other content under the `key` of one."""
@@ -263,7 +263,7 @@ class Bench:
         async with session_for(self.server, limit_s, child) as session:
             await session.connect({})
             tool = ServerTool(self.target.server, self.target.name, self.target.declared, session)
-            tool.definitions  # noqa: B018  # both tools must be there
+            tool.pinned  # noqa: B018  # both tools must be there
             tool.check(self._arguments)
             if self.count:
                 session.tool(self.count.tool)

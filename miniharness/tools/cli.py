@@ -353,9 +353,8 @@ def _list_tools(settings: Config, server: str, as_json: bool) -> None:
             print(json.dumps({"tool": f"{server}.{name}", "hints": hints, "declared": said}, ensure_ascii=False))
             continue
         words = ", ".join(f"{hint}={json.dumps(value)}" for hint, value in hints.items()) or "none"
-        look_up = tool.look_up.tool if tool and tool.look_up else ""
-        fences = "yes" if tool and tool.fences else ""
-        table.add_row(name, words, tool.recovery if tool else "no: manual", look_up, fences)
+        told = (tool.recovery, tool.asked, "yes" if tool.fenced else "") if tool else ("no: manual", "", "")
+        table.add_row(name, words, *told)
     if not as_json:
         printed(table)
 
@@ -422,8 +421,8 @@ def check(config: Folder = Path()) -> None:
         servers.add_row(server.name, server.url or " ".join(server.command), server.problem)
     for server_name, declared in sorted(settings.tools.items()):
         for name, tool in sorted(declared.items()):
-            look_up = tool.look_up.tool if tool.look_up else "none"
-            tools.add_row(f"{server_name}.{name}", tool.recovery, tool.danger, tool.key or "", look_up, _final(tool))
+            told = (tool.recovery, tool.danger, tool.key or "", tool.asked or "none", _final(tool))
+            tools.add_row(f"{server_name}.{name}", *told)
     printed(servers)
     printed(tools)
     for name in policy.unsupported:
@@ -436,10 +435,10 @@ def check(config: Folder = Path()) -> None:
 
 
 def _final(tool: Tool) -> str:
+    if tool.fenced:
+        return "at once (fence)"
     if tool.recovery in ("read", "manual") or not tool.look_up:
         return ""
-    if tool.fences:
-        return "at once (fence)"
     if tool.recovery == "keyed":
         return "no; it is sent again under its key"
     return f"after {tool.settles_after:g} s" if tool.settles_after is not None else "never after an attempt"

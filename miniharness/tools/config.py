@@ -147,6 +147,8 @@ class Tool(_Strict):
     key: str | None = None
     """The argument that carries the operation key; the engine fills it, nobody else."""
     look_up: LookUp | None = None
+    outcome: bool = False
+    """The server keeps docs/recoverable-tools.md: it takes the key in `_meta`, tells the outcome, and fences."""
     fences: bool = False
     """A look-up that carries a higher `io.github.miniharness/epoch` makes the server refuse every older write."""
     settles_after: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -175,15 +177,19 @@ class Tool(_Strict):
 
     @model_validator(mode="after")
     def _whole(self) -> Tool:
-        if self.recovery == "keyed" and not (self.key and self.look_up):
-            raise ValueError('recovery = "keyed" needs key, the argument for the operation key, and look_up')
+        if self.recovery == "keyed" and not (self.outcome or (self.key and self.look_up)):
+            raise ValueError(
+                'recovery = "keyed" needs outcome, or key, the argument for the operation key, and look_up'
+            )
+        if self.outcome and (self.recovery != "keyed" or self.look_up):
+            raise ValueError('outcome is for recovery = "keyed" without look_up: the outcome method is the look-up')
         if self.recovery == "lookup" and not self.look_up:
             raise ValueError('recovery = "lookup" needs look_up')
         if self.recovery in ("read", "manual") and (self.look_up or self.key or self.fences):
             raise ValueError(f'recovery = "{self.recovery}" takes no key, look_up or fences')
         if self.risk == "read" and self.recovery != "read":
             raise ValueError('risk = "read" is for recovery = "read"; a tool that writes is never allowed by default')
-        if self.fences and not self.look_up:
+        if self.fences and not (self.look_up or self.outcome):
             raise ValueError("fences needs look_up: a look-up raises the fence")
         return self
 
@@ -191,6 +197,16 @@ class Tool(_Strict):
     def danger(self) -> Risk:
         """Its risk, as declared or by default."""
         return self.risk or ("read" if self.recovery == "read" else "side-effect")
+
+    @property
+    def asked(self) -> str:
+        """Who is asked what became of a write: the look-up's tool, or the outcome method; empty: nobody can be."""
+        return "outcome" if self.outcome else self.look_up.tool if self.look_up else ""
+
+    @property
+    def fenced(self) -> bool:
+        """Whether a look-up makes the server refuse every older write."""
+        return self.fences or self.outcome
 
     @property
     def deduplicates(self) -> bool:

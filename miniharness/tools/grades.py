@@ -103,6 +103,8 @@ def claims(declared: Tool) -> list[tuple[str, Property]]:
     recovery = f'recovery = "{declared.recovery}"'
     made = [(recovery, Property.REPEAT)] if declared.deduplicates else []
     made += [(recovery, Property.KEYED)] if declared.recovery == "keyed" else []
+    if declared.outcome:
+        return [("outcome = true", stated) for stated in Property]
     made += [("look_up", Property.LOOK_UP)] if declared.look_up else []
     return made + ([("fences = true", Property.FENCE)] if declared.fences else [])
 
@@ -146,12 +148,16 @@ def fitting(full_name: str, tool: Tool, seen: Shown) -> str:
     mark = grade(seen)
     kept = tool.model_dump(exclude_defaults=True, exclude_none=True)
     lines: dict[str, Any] = {"recovery": RECOVERY[mark]}
-    if mark is not Grade.F:
+    if tool.outcome:
+        lines = {"recovery": "keyed", "outcome": True} if mark is Grade.A else {"recovery": "manual"}
+    elif mark is not Grade.F:
         lines |= {"key": kept["key"]} if "key" in kept else {}
         if seen[Property.LOOK_UP]:
             lines |= {"fences": True} if seen[Property.FENCE] else {}
             lines |= {"look_up": kept["look_up"]}
-    about_recovery = {"recovery", "key", "look_up", "fences"} | ({"settles_after"} if mark is Grade.F else set())
+    about_recovery = {"recovery", "key", "look_up", "fences", "outcome"} | (
+        {"settles_after"} if mark is Grade.F else set()
+    )
     lines |= {name: value for name, value in kept.items() if name not in about_recovery}
     head = ".".join(_name(part) for part in ("tools", *full_name.split(".", 1)))
     return "\n".join([f"[{head}]", *(f"{_name(name)} = {_toml(value)}" for name, value in lines.items())])

@@ -118,6 +118,8 @@ def tool(
         made = config.Tool(**fields, **declared)
     except ValidationError as error:
         raise UsageError(f"@tool: {error.errors()[0]['msg']}") from None
+    if made.outcome:
+        raise UsageError("@tool: outcome is for tools of a server; a function is looked up by its lookup")
     return lambda function: LocalTool(function, lookup, made)
 
 

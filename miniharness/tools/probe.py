@@ -73,8 +73,8 @@ async def _repeat(bench: Bench, so_far: Shown) -> Result:
 
 
 async def _other_content(bench: Bench, so_far: Shown) -> Result:
-    if not bench.target.declared.key:
-        return "the tool has no argument for a key", {}
+    if not (bench.target.declared.key or bench.target.declared.outcome):
+        return "the tool takes no key", {}
     if not bench.varied:
         return "no argument may vary", {}
     server, operation = await bench.running(), bench.fresh()

@@ -16,10 +16,10 @@ from jsonschema.exceptions import SchemaError
 from miniharness.engine import Json
 from miniharness.errors import ToolUnavailable, UsageError
 from miniharness.mcp.child import Child
-from miniharness.mcp.declared import Declaration, DeclaredTool, Query
+from miniharness.mcp.declared import Declaration, DeclaredTool, LookUp, Query
 from miniharness.mcp.session import CallFailed, Session, http_session, stdio_session
 from miniharness.mcp.wire import Limits
-from miniharness.tools import config
+from miniharness.tools import config, outcome
 from miniharness.tools.target import Target
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ class ServerTool:
             UsageError: the arguments break it.
         """
         declared, full = self.declared, f"{self.server}.{self.name}"
+        if declared.outcome:
+            outcome.check(self.session.tool(self.name))
         schema = self.session.tool(self.name).input_schema
         if declared.key and declared.key not in schema.get("properties", {}):
             raise ToolUnavailable(f"{full} has no argument {declared.key!a} for the operation key")
@@ -109,16 +111,20 @@ class ServerTool:
     def port(self, action: Json, compared: frozenset[str]) -> DeclaredTool:
         """The tool for the engine, for the one run with this action; `compared` are the fields of its goal."""
         declared = self.declared
+        look_up: LookUp | None = query(declared.look_up, action, compared) if declared.look_up else None
+        clean: list[str | config.CleanError] = list(declared.clean_errors)
+        if declared.outcome:
+            look_up, clean = outcome.query(self.name, compared), [*clean, *outcome.CLEAN]
         return DeclaredTool(
             self.session,
             Declaration(
                 tool=self.name,
                 arguments=self.sent,
-                look_up=query(declared.look_up, action, compared) if declared.look_up else None,
+                look_up=look_up,
                 needs={},
-                clean=lambda error: any(_is_clean(known, error) for known in declared.clean_errors),
+                clean=lambda error: any(_is_clean(known, error) for known in clean),
                 read=whole(self.session, self.name),
-                fences=declared.fences,
+                fences=declared.fenced,
             ),
         )
 

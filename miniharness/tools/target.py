@@ -92,7 +92,7 @@ class Target:
                 name=self.full_name,
                 resource=declared.resource,
                 server=self.identity,
-                fences=declared.fences,
+                fences=declared.fenced,
                 deduplicates=declared.deduplicates,
                 settles_after_s=declared.settles_after,
             ),
