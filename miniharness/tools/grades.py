@@ -155,9 +155,8 @@ def fitting(full_name: str, tool: Tool, seen: Shown) -> str:
         if seen[Property.LOOK_UP]:
             lines |= {"fences": True} if seen[Property.FENCE] else {}
             lines |= {"look_up": kept["look_up"]}
-    about_recovery = {"recovery", "key", "look_up", "fences", "outcome"} | (
-        {"settles_after"} if mark is Grade.F else set()
-    )
+    about_recovery = {"recovery", "key", "look_up", "fences", "outcome"}
+    about_recovery |= {"settles_after"} if mark is Grade.F else set()
     lines |= {name: value for name, value in kept.items() if name not in about_recovery}
     head = ".".join(_name(part) for part in ("tools", *full_name.split(".", 1)))
     return "\n".join([f"[{head}]", *(f"{_name(name)} = {_toml(value)}" for name, value in lines.items())])
