@@ -24,6 +24,7 @@ from pydantic import BaseModel
 FILE = Path(sys.argv[1])
 FATE = sys.argv[2] if len(sys.argv) > 2 else ""
 MET = FILE.with_name("met")  # the fate
+LOCKED = FILE.with_name("locked")  # while it is there, nobody can read the notes
 
 server = MCPServer("notes", log_level="WARNING")
 
@@ -117,8 +118,21 @@ def grumble(title: str) -> str:
 
 
 @server.tool()
+def one_note(title: str) -> Note:
+    """Return a note; that there is none is an error."""
+    found = [note for note in notes() if note.title == title]
+    if LOCKED.exists():
+        raise ValueError("the notes are locked")
+    if not found:
+        raise ValueError(f"there is no note {title}")
+    return found[0]
+
+
+@server.tool()
 def text_notes() -> str:
-    """Return all notes as text."""
+    """Return all notes as text, and an error as text, too."""
+    if LOCKED.exists():
+        return "error: the notes are locked"
     return "\n".join(f"{note.number}: {note.title}" for note in notes())
 
 

@@ -26,12 +26,14 @@ class Query:
     """How a resource is looked up.
 
     `arguments` makes the arguments of an operation key. `read` returns the resource `{"id", "action"}` that an answer
-    shows for the key, or None when it is not there; it raises `ValueError` when the answer does not say.
+    shows for the key, or None when it is not there; it raises `ValueError` when the answer does not say. `absent` tells
+    whether an error of the tool says that it is not there.
     """
 
     tool: str
     arguments: Callable[[str], Json]
     read: Callable[[str, CallToolResult], Json | None]
+    absent: Callable[[Json], bool] = lambda error: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,8 @@ class DeclaredTool:
         try:
             return await self._call(query.tool, query.arguments(key), key, epoch, partial(query.read, key))
         except CallFailed as error:
+            if query.absent(error.error):
+                return None
             said = f"{self._declared.tool} could not be looked up ({error.reason}); nothing was decided"
             raise ToolUnavailable(said) from error
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jmespath
@@ -107,7 +108,7 @@ class ServerTool:
                 arguments=self.sent,
                 look_up=_query(declared.look_up, action, compared) if declared.look_up else None,
                 needs={},
-                clean=lambda error: any(_is_clean(known, error) for known in declared.clean_errors),
+                clean=partial(_is_one_of, declared.clean_errors),
                 read=_whole(self.session, self.name),
                 fences=declared.fences,
             ),
@@ -154,7 +155,7 @@ def _query(look_up: config.LookUp, action: Json, compared: frozenset[str]) -> Qu
     leading = config.leading_field(look_up.found)
 
     def read(key: str, result: CallToolResult) -> Json | None:
-        content = _content(result, look_up.reads)
+        content = _content(result, look_up)
         if leading and not (isinstance(content, dict) and leading in content):  # a typo must not look like an absence
             raise ValueError(f"it has no field {leading!a}, which `found` begins with")
 
@@ -171,16 +172,24 @@ def _query(look_up: config.LookUp, action: Json, compared: frozenset[str]) -> Qu
         named = search(look_up.id, found) if isinstance(found, dict) else None
         return {"id": named, "action": {field: fields[field] for field in fields.keys() & compared}}
 
-    return Query(look_up.tool, arguments, read)
+    return Query(look_up.tool, arguments, read, partial(_is_one_of, look_up.absent))
 
 
-def _content(result: CallToolResult, reads: str) -> Any:
-    if reads == "structured":
+def _content(result: CallToolResult, look_up: config.LookUp) -> Any:
+    if look_up.reads == "structured":
         if result.structured_content is None:
             raise ValueError('it has no structured content; set reads = "json" or "text"')
         return result.structured_content
-    text = "".join(getattr(block, "text", "") for block in result.content)
-    return json.loads(text) if reads == "json" else text
+    text = _text(result)
+    if look_up.reads == "json":
+        return json.loads(text)
+    if look_up.valid and not re.search(look_up.valid, text):
+        raise ValueError("its text does not match `valid`")
+    return [row.groupdict() for row in re.finditer(look_up.rows, text)] if look_up.rows else text
+
+
+def _text(result: CallToolResult) -> str:
+    return "".join(getattr(block, "text", "") for block in result.content)
 
 
 def _whole(session: Session, name: str) -> Callable[[CallToolResult], Any]:
@@ -192,12 +201,16 @@ def _whole(session: Session, name: str) -> Callable[[CallToolResult], Any]:
         if validator and not validator.is_valid(result.structured_content):
             raise ValueError("the structured content breaks the tool's output schema")
         content = result.structured_content
-        return content if content is not None else _content(result, "text")
+        return content if content is not None else _text(result)
 
     return read
 
 
-def _is_clean(known: str | config.CleanError, error: Json) -> bool:
+def _is_one_of(declared: Sequence[str | config.ToolError], error: Json) -> bool:
+    return any(_matches(known, error) for known in declared)
+
+
+def _matches(known: str | config.ToolError, error: Json) -> bool:
     code, message = error.get("code"), error.get("message")
     if isinstance(known, str) or known.code:
         return code == (known if isinstance(known, str) else known.code)
