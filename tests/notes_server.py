@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import CallToolResult, TextContent
 from pydantic import BaseModel
 
@@ -114,7 +115,7 @@ def hang() -> str:
 @server.tool()
 def grumble(title: str) -> str:
     """Fail with words only."""
-    raise ValueError(f"{title}: the disk is full")
+    raise ToolError(f"{title}: the disk is full")
 
 
 @server.tool()
@@ -122,9 +123,9 @@ def one_note(title: str) -> Note:
     """Return a note; that there is none is an error."""
     found = [note for note in notes() if note.title == title]
     if LOCKED.exists():
-        raise ValueError("the notes are locked")
+        raise ToolError("the notes are locked")
     if not found:
-        raise ValueError(f"there is no note {title}")
+        raise ToolError(f"there is no note {title}")
     return found[0]
 
 

@@ -48,7 +48,8 @@ class Kind:
     """One of the servers.
 
     `variable` names its world in `.mcp.json`: the file or folder `world`, which `made` makes; `effects` are what the
-    write has done there, `one` is the one that is wanted. `unsure` tells whether a write that is not there may still come, for all that anybody knows.
+    write has done there, `one` is the one that is wanted. `unsure` tells whether a write that is not there may still
+    come, for all that anybody knows, `settles` whether that has an end.
     """
 
     tool: str
