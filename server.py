@@ -28,7 +28,7 @@ from miniharness.errors import TRY_AGAIN, StoreError, UsageError
 from miniharness.mcp.stdio import serve
 from miniharness.mcp.wire import EPOCH_META, TOKEN
 from model import validate_action
-from store import Found, Refused, Ticket, Tickets
+from store import Found, Problem, Refused, Ticket, Tickets
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
@@ -77,15 +77,20 @@ async def _reply(tickets: Tickets, work: Callable[[], Ticket | None]) -> CallToo
     `invalid`, `conflict` and `stale` mean that the call certainly changed nothing; `store` means that nobody knows.
     """
     try:
-        content = Found(ticket=await tickets.together(work)).model_dump()
+        found = Found(ticket=await tickets.together(work))
     except Refused as error:
-        content = {"error": {"code": error.code, "message": str(error)}}
+        found = _failed(error.code, error)
     except UsageError as error:
-        content = {"error": {"code": "invalid", "message": str(error)}}
+        found = _failed("invalid", error)
     except StoreError as error:
-        content = {"error": {"code": "store", "message": str(error)}}
+        found = _failed("store", error)
+    content = found.model_dump(exclude_unset=True)
     text = TextContent(type="text", text=json.dumps(content, ensure_ascii=False))
-    return CallToolResult(content=[text], structured_content=content, is_error="error" in content)
+    return CallToolResult(content=[text], structured_content=content, is_error=found.error is not None)
+
+
+def _failed(code: str, error: Exception) -> Found:
+    return Found(ticket=None, error=Problem(code=code, message=str(error)))
 
 
 Asgi = Callable[[dict[str, Any], Any, Callable[[dict[str, Any]], Awaitable[None]]], Awaitable[None]]
