@@ -327,8 +327,8 @@ def _final(tool: Tool) -> str:
         return ""
     if tool.fences:
         return "at once (fence)"
-    if tool.recovery == "keyed":
-        return "no; it is sent again under its key"
+    if tool.deduplicates:
+        return "no; it is sent again"
     return f"after {tool.settles_after:g} s" if tool.settles_after is not None else "never after an attempt"
 
 
