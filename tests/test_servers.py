@@ -151,7 +151,7 @@ class Place:
         folder.mkdir(exist_ok=True)
         self.kind, self.folder, self.config = SERVERS[name], folder, EXAMPLES / name
         self.tool, self.world = f"{name}.{self.kind.tool}", folder / self.kind.world
-        self._env = {"PATH": f"{commands(name)}{os.pathsep}{os.environ['PATH']}", self.kind.variable: str(self.world)}
+        self._env = {"PATH": f"{os.environ['PATH']}{os.pathsep}{commands(name)}", self.kind.variable: str(self.world)}
         self.kind.made(self.world)
 
     def lose(self, fate: str) -> None:
