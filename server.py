@@ -81,11 +81,11 @@ async def _reply(tickets: Tickets, work: Callable[[], Ticket | None]) -> CallToo
     try:
         return answer(_shown(await tickets.together(work)))
     except HarnessError as error:
-        return failure(error)
+        return failure(error, _shown(None))
 
 
 def _shown(ticket: Ticket | None) -> dict[str, Any]:
-    return Found(ticket=ticket).model_dump()
+    return Found(ticket=ticket).model_dump(exclude_unset=True)
 
 
 Asgi = Callable[[dict[str, Any], Any, Callable[[dict[str, Any]], Awaitable[None]]], Awaitable[None]]

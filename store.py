@@ -61,10 +61,21 @@ class Ticket(_Exact):
     action: Action
 
 
+class Problem(_Exact):
+    """Why a call was not done."""
+
+    code: str
+    message: str
+
+
 class Found(_Exact):
-    """The answer of both tools: the ticket of that operation key, if there is one."""
+    """The answer of both tools: the ticket of that operation key, if there is one, or what went wrong.
+
+    An error is told in the same schema, for some clients check that of errors, too.
+    """
 
     ticket: Ticket | None
+    error: Problem | None = None
 
 
 class Tickets:

@@ -44,13 +44,16 @@ def run_program(argv: Sequence[str]) -> None:
 
 
 def fork_servers(serve: Serve = run_program, kept: Collection[int] = ()) -> None:
-    """From now on the server children of this process are forked; `serve` gets what stands behind `python`.
+    """From now on those server children of this process are forked that are Python programs of this interpreter.
 
-    The descriptors `kept` stay open in them.
+    `serve` gets what stands behind `python`. The descriptors `kept` stay open in them.
     """
 
     class Forking(subprocess.Popen[bytes]):
         def _execute_child(self, args: list[str], *rest: Any) -> None:
+            if sys.executable not in args:  # a server of somebody else
+                super()._execute_child(args, *rest)  # type: ignore[misc]
+                return
             env, (reads, _, _, writes) = rest[5], rest[9:13]
             ready, tell = os.pipe()
             parent = os.getpid()

@@ -1,9 +1,11 @@
-"""Death at a chosen SQL statement: of connections in this process, or of real `lab.py` and `server.py` processes.
+"""Death at a chosen SQL statement: of connections in this process, or of real processes of the commands.
 
     killed_at.py [--engine ACTION@WHEN] [--server ACTION@WHEN] [--dispatch ACTION] ARGUMENTS-OF-LAB
+    killed_at.py miniharness ACTION@WHEN ARGUMENTS-OF-MINIHARNESS
 
 runs the command with ACTION (`kill`, `stop`, `hang`) before the statement WHEN of the side: a number, or a text
-and `#n` for the n-th statement that holds it. At its end each side tells on standard error how many it executed.
+and `#n` for the n-th statement that holds it; with a `+` behind it right after that statement. At its end each side
+tells on standard error how many it executed, and how many of them were commits.
 """
 
 from __future__ import annotations
@@ -27,12 +29,16 @@ class Killed(BaseException):
 
 
 class Watch:
-    """Counts the statements of the connections made by `connect`, and calls `act` before each one that is `due`."""
+    """Counts the statements of the connections made by `connect`, and calls `act` before each one that is `due`.
 
-    def __init__(self, due: Callable[[int, str], bool], act: Callable[[str], None]) -> None:
-        self.count = 0
+    With `after` it is called right after that statement.
+    """
+
+    def __init__(self, due: Callable[[int, str], bool], act: Callable[[str], None], *, after: bool = False) -> None:
+        self.count = self.commits = 0
         self._due = due
         self._act = act
+        self._after = after
         self._connections: list[sqlite3.Connection] = []
 
     def connect(self, path: Any, **options: Any) -> sqlite3.Connection:
@@ -40,17 +46,23 @@ class Watch:
 
         class Watched(sqlite3.Connection):
             def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
-                watch.before(sql)
-                return super().execute(sql, parameters)
+                due = watch.sees(sql)
+                if due and not watch._after:
+                    watch._act(sql)
+                cursor = super().execute(sql, parameters)
+                if due and watch._after:
+                    watch._act(sql)
+                return cursor
 
         connection = CONNECT(path, factory=Watched, **options)
         self._connections.append(connection)
         return connection
 
-    def before(self, sql: str) -> None:
+    def sees(self, sql: str) -> bool:
+        """Count the statement; whether it is the one."""
         self.count += 1
-        if self._due(self.count, sql):
-            self._act(sql)
+        self.commits += sql == "commit"
+        return self._due(self.count, sql)
 
     def bury(self) -> None:
         """Drop every connection, as the end of a process does."""
@@ -80,8 +92,8 @@ def _due(when: str) -> Callable[[int, str], bool]:
     return due
 
 
-def _perform(action: str, side: str, where: str) -> None:
-    print(f"{side}: {action} before: {' '.join(where.split())[:60]}", file=sys.stderr, flush=True)
+def _perform(action: str, side: str, where: str, when: str = "before") -> None:
+    print(f"{side}: {action} {when}: {' '.join(where.split())[:60]}", file=sys.stderr, flush=True)
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "stop":
@@ -92,14 +104,15 @@ def _perform(action: str, side: str, where: str) -> None:
 
 
 def _watched(side: str, spec: str) -> Watch:
-    action, _, when = spec.partition("@")
-    watch = Watch(_due(when), lambda sql: _perform(action, side, sql))
+    action, _, when = spec.removesuffix("+").partition("@")
+    after = spec.endswith("+")
+    watch = Watch(_due(when), lambda sql: _perform(action, side, sql, "after" if after else "before"), after=after)
     sqlite3.connect = watch.connect  # type: ignore[assignment]
     return watch
 
 
 def _end(side: str, watch: Watch, code: int) -> None:
-    print(f"{side}: {watch.count} statements", file=sys.stderr, flush=True)
+    print(f"{side}: {watch.count} statements\n{side}: {watch.commits} commits", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(code)
 
@@ -109,6 +122,18 @@ def _serve(spec: str, argv: list[str]) -> None:
 
     watch = _watched("server", spec)
     _end("server", watch, server.main(argv))
+
+
+def _miniharness(spec: str, argv: list[str]) -> None:
+    from miniharness.__main__ import main
+
+    watch, code = _watched("engine", spec), 0
+    sys.argv = ["miniharness", *argv]
+    try:
+        main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    _end("engine", watch, code)
 
 
 def _lab(argv: list[str]) -> None:
@@ -139,4 +164,10 @@ def _lab(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    _serve(sys.argv[2], sys.argv[3:]) if sys.argv[1] == "serve" else _lab(sys.argv[1:])
+    match sys.argv[1:]:
+        case ["serve", given, *rest]:
+            _serve(given, rest)
+        case ["miniharness", given, *rest]:
+            _miniharness(given, rest)
+        case rest:
+            _lab(rest)

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import BaseModel
 
 FILE = Path(sys.argv[1])
 FATE = sys.argv[2] if len(sys.argv) > 2 else ""
 MET = FILE.with_name("met")  # the fate
+LOCKED = FILE.with_name("locked")  # while it is there, nobody can read the notes
 
 server = MCPServer("notes", log_level="WARNING")
 
@@ -120,14 +122,27 @@ def hang() -> str:
 
 
 @server.tool()
-def grumble(title: str) -> CallToolResult:
+def grumble(title: str) -> str:
     """Fail with words only."""
-    return CallToolResult(content=[TextContent(type="text", text=f"{title}: the disk is full")], is_error=True)
+    raise ToolError(f"{title}: the disk is full")
+
+
+@server.tool()
+def one_note(title: str) -> Note:
+    """Return a note; that there is none is an error."""
+    found = [note for note in notes() if note.title == title]
+    if LOCKED.exists():
+        raise ToolError("the notes are locked")
+    if not found:
+        raise ToolError(f"there is no note {title}")
+    return found[0]
 
 
 @server.tool()
 def text_notes() -> str:
-    """Return all notes as text."""
+    """Return all notes as text, and an error as text, too."""
+    if LOCKED.exists():
+        return "error: the notes are locked"
     return "\n".join(f"{note.number}: {note.title}" for note in notes())
 
 

@@ -300,6 +300,59 @@ def test_a_look_up_that_cannot_be_read_is_never_taken_for_absent(tmp_path: Path,
         assert told in result["interrupted"]["message"]
 
 
+ONE = """\
+[tools.notes.add.look_up]
+tool = "one_note"
+arguments = { title = "$args.title" }
+id = "number"
+"""
+ROWS = """\
+[tools.notes.add.look_up]
+tool = "text_notes"
+reads = "text"
+rows = '(?m)^(?P<number>\\d+): (?P<title>.*)$'
+found = "[?title == $args.title] | [0]"
+id = "number"
+"""
+
+
+def test_an_error_means_absent_only_where_it_is_declared_so(tmp_path: Path) -> None:
+    """Many servers report what is not there as an error; any other error still decides nothing."""
+    place = Place(tmp_path, ADD.format("lookup") + ONE)
+    undeclared = place.call("--execute")
+    assert (undeclared["code"], undeclared["attempts"], place.titles()) == (75, 0, [])
+    place.declare(ADD.format("lookup") + ONE + 'absent = [{ message = "there is no note" }]')
+    (tmp_path / "locked").touch()
+    other = place.call("--execute")
+    assert (other["code"], other["attempts"], "the notes are locked" in other["interrupted"]["message"]) == (
+        75,
+        0,
+        True,
+    )
+    (tmp_path / "locked").unlink()
+    assert place.call("--execute")["state"] == "succeeded"
+    assert place.titles() == ["hello"]
+
+
+def test_a_text_is_read_as_rows(tmp_path: Path) -> None:
+    """By a regular expression with named groups, so that a title that only begins alike is another one."""
+    place = Place(tmp_path, ADD.format("lookup") + ROWS)
+    place.file.write_text('{"title": "hello world", "tag": "", "key": ""}\n')
+    result = place.call("--execute")
+    assert (result["state"], result["resource"]["id"], place.titles()) == ("succeeded", "2", ["hello world", "hello"])
+
+
+def test_a_text_that_is_no_answer_is_never_taken_for_an_absence(tmp_path: Path) -> None:
+    """Some servers report an error as an ordinary text; `valid` says what an answer looks like."""
+    place = Place(tmp_path, ADD.format("lookup") + ROWS + "valid = '^([0-9]+: |$)'\n")
+    (tmp_path / "locked").touch()
+    result = place.call("--execute")
+    assert (result["code"], result["attempts"], place.titles()) == (75, 0, [])
+    assert "its text does not match `valid`" in result["interrupted"]["message"]
+    (tmp_path / "locked").unlink()
+    assert (place.call("--execute")["state"], place.titles()) == ("succeeded", ["hello"])
+
+
 def test_an_argument_that_the_tool_does_not_have_is_no_reference(tmp_path: Path) -> None:
     """A typo in the declaration is told before anything is opened."""
     place = Place(tmp_path, ADD.format("lookup") + LOOK_UP.replace("$args.title", "$args.titel"))

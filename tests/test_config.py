@@ -21,6 +21,8 @@ key = "operation_key"
 look_up = { tool = "find", arguments = { key = "$key" }, found = "ticket" }
 """
 
+LOOKED_UP = 'recovery = "lookup"\nlook_up = { tool = "t", '
+
 
 def written(folder: Path, servers: Any = None, tools: str = "") -> Path:
     if servers is not None:
@@ -132,6 +134,10 @@ def test_a_tool_that_keeps_outcomes_is_fenced_and_needs_nothing_else(tmp_path: P
         ('recovery = "manual"\nresource = "state"', "harness.toml:4: tools.a.b.resource"),
         ('recovery = "manual"\nclean_errors = [{ message = "(" }]', "not a regular expression"),
         ('recovery = "manual"\nclean_errors = [{}]', "either code or message"),
+        (LOOKED_UP + 'rows = "(" }', "harness.toml:4: .*rows: .*not a regular expression"),
+        (LOOKED_UP + 'rows = "a" }', "harness.toml:4: .*rows: .*needs named groups"),
+        (LOOKED_UP + 'reads = "json", valid = "a" }', 'valid and rows need reads = "text"'),
+        (LOOKED_UP + 'absent = [{ code = "a", message = "b" }] }', "either code or message"),
         ("recovery = ", "harness.toml: .*line 3"),
     ],
 )

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.process
 def test_the_first_minute_works_as_written(tmp_path: Path) -> None:
     """Both blocks, command by command, end in two succeeded runs, one ticket each, and the demo's contrast."""
     copy = tmp_path / "checkout"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "state-demo", ".*_cache"))
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", ".servers", "state-demo", ".*_cache"))
     commands = [line for block in BLOCKS for line in block.splitlines() if not line.startswith("python -m venv")]
     assert len(commands) == 6
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -21,6 +21,7 @@ import pytest
 import uvicorn
 from conftest import GOAL, tickets
 from forked import ROOT
+from jsonschema import Draft202012Validator
 from mcp import Client
 from mcp.types import CallToolResult
 
@@ -103,6 +104,19 @@ def door(request: pytest.FixtureRequest, tmp_path: Path) -> Door:
 
 
 # -- the tools --------------------------------------------------------------------------------------------------------
+
+
+async def test_an_error_keeps_to_the_schema_of_the_answer(door: Door) -> None:
+    """Some clients check the structured content of errors, too; they must see the error, not a breach of the schema."""
+    async with door as remote:
+        schemas = {tool.name: tool.output_schema for tool in (await remote.client.list_tools()).tools}
+        await remote.create("k")
+        await remote.look_up("other", epoch=5)
+        conflict, stale = await remote.create("k", OTHER), await remote.create("other", epoch=4)
+        invalid = await remote.look_up("")
+        for name, result in ((CREATE, conflict), (CREATE, stale), (LOOK_UP, invalid)):
+            assert result.is_error
+            Draft202012Validator(schemas[name]).validate(result.structured_content)
 
 
 async def test_the_tools_say_what_they_take_give_and_do(door: Door) -> None:

@@ -31,16 +31,23 @@ class Query:
     """Looks a resource up by a tool.
 
     `arguments` makes the arguments of an operation key. `read` returns the resource `{"id", "action"}` that an answer
-    shows for the key, or None when it is not there; it raises `ValueError` when the answer does not say.
+    shows for the key, or None when it is not there; it raises `ValueError` when the answer does not say. `absent` tells
+    whether an error of the tool says that it is not there.
     """
 
     tool: str
     arguments: Callable[[str], Json]
     read: Callable[[str, CallToolResult], Json | None]
+    absent: Callable[[Json], bool] = lambda error: False
 
     async def __call__(self, session: Session, key: str, epoch: int) -> Json | None:
         """As `LookUp` has it."""
-        return await session.call(self.tool, self.arguments(key), partial(self.read, key), _meta(key, epoch))
+        try:
+            return await session.call(self.tool, self.arguments(key), partial(self.read, key), _meta(key, epoch))
+        except CallFailed as error:
+            if self.absent(error.error):
+                return None
+            raise
 
 
 def _meta(key: str, epoch: int) -> Json:

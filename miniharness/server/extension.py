@@ -7,6 +7,7 @@ import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 import anyio.to_thread
@@ -193,12 +194,13 @@ def answer(content: Mapping[str, Any], *, replayed: bool = False) -> CallToolRes
     return CallToolResult(content=[text], structured_content=dict(content), _meta=meta)
 
 
-def failure(error: HarnessError) -> CallToolResult:
+def failure(error: HarnessError, beside: Mapping[str, Any] = MappingProxyType({})) -> CallToolResult:
     """An error with its code. `invalid`, `conflict`, `stale` and `refused` mean that certainly nothing happened.
 
-    Any other code, such as `store`, means that nobody knows.
+    Any other code, such as `store`, means that nobody knows. `beside` are fields that the tool's schema asks for: some
+    clients check errors, too.
     """
     code = error.code if isinstance(error, Refused) else CODES.get(type(error), "unknown")
-    content = {"error": {"code": code, "message": str(error)}}
+    content = {**beside, "error": {"code": code, "message": str(error)}}
     text = TextContent(type="text", text=json.dumps(content, ensure_ascii=False))
     return CallToolResult(content=[text], structured_content=content, is_error=True)

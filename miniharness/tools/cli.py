@@ -439,8 +439,8 @@ def _final(tool: Tool) -> str:
         return "at once (fence)"
     if tool.recovery in ("read", "manual") or not tool.look_up:
         return ""
-    if tool.recovery == "keyed":
-        return "no; it is sent again under its key"
+    if tool.deduplicates:
+        return "no; it is sent again"
     return f"after {tool.settles_after:g} s" if tool.settles_after is not None else "never after an attempt"
 
 

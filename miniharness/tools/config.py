@@ -86,6 +86,12 @@ def _pattern(text: str) -> str:
     return text
 
 
+def _pattern_of_rows(text: str) -> str:
+    if not re.compile(_pattern(text)).groupindex:
+        raise ValueError("needs named groups, the fields of a row: (?P<name>...)")
+    return text
+
+
 def _comparison(text: str) -> str:
     if not WHEN.fullmatch(text):
         raise ValueError('must be a comparison like "amount > 1000"')
@@ -107,6 +113,19 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+class ToolError(_Strict):
+    """An error that a tool reports, told by the code of the structured error or by its message."""
+
+    code: str | None = None
+    message: Annotated[str, AfterValidator(_pattern)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> ToolError:
+        if (self.code is None) == (self.message is None):
+            raise ValueError("needs either code or message, a regular expression")
+        return self
+
+
 class LookUp(_Strict):
     """The query that tells whether the resource is there.
 
@@ -117,6 +136,12 @@ class LookUp(_Strict):
     arguments: dict[str, Any] = {}
     reads: Literal["structured", "text", "json"] = "structured"
     """What of the answer: its structured content, its text, or the JSON in its text."""
+    valid: Annotated[str, AfterValidator(_pattern)] | None = None
+    """A regular expression that a text matches if it is an answer; anything else decides nothing."""
+    rows: Annotated[str, AfterValidator(_pattern_of_rows)] | None = None
+    """A regular expression with named groups: the text is read as the list of what it finds, an object for each."""
+    absent: list[str | ToolError] = []
+    """Errors of this tool which mean that the resource is not there; every other decides nothing."""
     found: Annotated[str, AfterValidator(_expression)] = "@"
     """JMESPath over it: the resource, or something empty or false when it is absent."""
     fields: Annotated[str, AfterValidator(_expression)] = "@"
@@ -124,17 +149,10 @@ class LookUp(_Strict):
     id: Annotated[str, AfterValidator(_expression)] = "id"
     """JMESPath over the resource: what names it, for people."""
 
-
-class CleanError(_Strict):
-    """A tool error that certainly changed nothing, told by the code or by the message of the structured error."""
-
-    code: str | None = None
-    message: Annotated[str, AfterValidator(_pattern)] | None = None
-
     @model_validator(mode="after")
-    def _one(self) -> CleanError:
-        if (self.code is None) == (self.message is None):
-            raise ValueError("needs either code or message, a regular expression")
+    def _of_text(self) -> LookUp:
+        if self.reads != "text" and (self.valid or self.rows):
+            raise ValueError('valid and rows need reads = "text"')
         return self
 
 
@@ -153,7 +171,7 @@ class Tool(_Strict):
     """A look-up that carries a higher `io.github.miniharness/epoch` makes the server refuse every older write."""
     settles_after: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Seconds after which a write that was sent can no longer land; with it an absent becomes conclusive in the end."""
-    clean_errors: list[str | CleanError] = []
+    clean_errors: list[str | ToolError] = []
     """Errors that certainly changed nothing: codes, or `{ message = "regular expression" }`. Every other is unknown."""
     expect: dict[str, Any] | None = None
     """The goal of a call without `--expect`; `$args.NAME` as in `look_up`. Default: the arguments."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jmespath
@@ -112,7 +113,7 @@ class ServerTool:
         """The tool for the engine, for the one run with this action; `compared` are the fields of its goal."""
         declared = self.declared
         look_up: LookUp | None = query(declared.look_up, action, compared) if declared.look_up else None
-        clean: list[str | config.CleanError] = list(declared.clean_errors)
+        clean: list[str | config.ToolError] = list(declared.clean_errors)
         if declared.outcome:
             look_up, clean = outcome.query(self.name, compared), [*clean, *outcome.CLEAN]
         return DeclaredTool(
@@ -122,7 +123,7 @@ class ServerTool:
                 arguments=self.sent,
                 look_up=look_up,
                 needs={},
-                clean=lambda error: any(_is_clean(known, error) for known in clean),
+                clean=partial(_is_one_of, clean),
                 read=whole(self.session, self.name),
                 fences=declared.fenced,
             ),
@@ -174,7 +175,7 @@ def query(look_up: config.LookUp, action: Json, compared: frozenset[str]) -> Que
         named = _search(look_up.id, found, key, action) if isinstance(found, dict) else None
         return {"id": named, "action": {field: fields[field] for field in fields.keys() & compared}}
 
-    return Query(look_up.tool, arguments, read)
+    return Query(look_up.tool, arguments, read, partial(_is_one_of, look_up.absent))
 
 
 def answer(look_up: config.LookUp, key: str, action: Json, result: CallToolResult) -> Any:
@@ -183,7 +184,7 @@ def answer(look_up: config.LookUp, key: str, action: Json, result: CallToolResul
     Raises:
         ValueError: the answer has not what `found` needs.
     """
-    content, leading = _content(result, look_up.reads), config.leading_field(look_up.found)
+    content, leading = _content(result, look_up), config.leading_field(look_up.found)
     if leading and not (isinstance(content, dict) and leading in content):  # a typo must not look like an absence
         raise ValueError(f"it has no field {leading!a}, which `found` begins with")
     return _search(look_up.found, content, key, action)
@@ -193,13 +194,21 @@ def _search(expression: str, value: Any, key: str, action: Json) -> Any:
     return jmespath.search(config.with_literals(expression, config.known(key, action)), value)
 
 
-def _content(result: CallToolResult, reads: str) -> Any:
-    if reads == "structured":
+def _content(result: CallToolResult, look_up: config.LookUp) -> Any:
+    if look_up.reads == "structured":
         if result.structured_content is None:
             raise ValueError('it has no structured content; set reads = "json" or "text"')
         return result.structured_content
-    text = "".join(getattr(block, "text", "") for block in result.content)
-    return json.loads(text) if reads == "json" else text
+    text = _text(result)
+    if look_up.reads == "json":
+        return json.loads(text)
+    if look_up.valid and not re.search(look_up.valid, text):
+        raise ValueError("its text does not match `valid`")
+    return [row.groupdict() for row in re.finditer(look_up.rows, text)] if look_up.rows else text
+
+
+def _text(result: CallToolResult) -> str:
+    return "".join(getattr(block, "text", "") for block in result.content)
 
 
 def whole(session: Session, name: str) -> Callable[[CallToolResult], Any]:
@@ -211,12 +220,16 @@ def whole(session: Session, name: str) -> Callable[[CallToolResult], Any]:
         if validator and not validator.is_valid(result.structured_content):
             raise ValueError("the structured content breaks the tool's output schema")
         content = result.structured_content
-        return content if content is not None else _content(result, "text")
+        return content if content is not None else _text(result)
 
     return read
 
 
-def _is_clean(known: str | config.CleanError, error: Json) -> bool:
+def _is_one_of(declared: Sequence[str | config.ToolError], error: Json) -> bool:
+    return any(_matches(known, error) for known in declared)
+
+
+def _matches(known: str | config.ToolError, error: Json) -> bool:
     code, message = error.get("code"), error.get("message")
     if isinstance(known, str) or known.code:
         return code == (known if isinstance(known, str) else known.code)
