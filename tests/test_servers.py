@@ -258,8 +258,11 @@ def survives(place: Place, when: str) -> str:
     return f"succeeded after {told['attempts']}"
 
 
-@pytest.mark.parametrize("name", SERVERS)
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["dispatch", "every"])
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [(name, False) for name in ("git", "sqlite", "memory")]  # one that never settles, one that does, one that repeats
+    + [pytest.param(name, True, marks=pytest.mark.slow) for name in SERVERS],
+)
 def test_a_call_killed_at_a_commit_has_one_effect_or_asks_a_person(tmp_path: Path, name: str, every: bool) -> None:
     """SIGKILL just before and just after every commit (the slow ring), or with the intent on disk and nothing sent, and
     with the effect there and its answer not on disk: the same command again never writes a second time."""
