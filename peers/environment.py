@@ -1,6 +1,7 @@
 """Environments of what is installed beside us and pinned: the other engines, and the servers and clients of the tests.
 
-Each of the other engines has its own in `PEERS_VENV/NAME`, or `.peers/NAME` beside this folder.
+Each of the other engines has its own in `PEERS_VENV/NAME`, or `.peers/NAME` beside this folder. `python
+environment.py PLACE PINS` makes one.
 """
 
 from __future__ import annotations
@@ -61,3 +62,7 @@ def _pip(place: Path, pins: Path) -> list[list[str]]:
         [*pip, "install", "--quiet", "--no-compile", "-r", str(pins)],
         *([*line.replace("VENV", str(place)).split(), *QUIETLY] for line in npm),
     ]
+
+
+if __name__ == "__main__":  # PLACE PINS
+    make(Path(sys.argv[1]), Path(sys.argv[2]))
