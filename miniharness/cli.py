@@ -10,7 +10,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -145,7 +145,7 @@ def runs(
                 told = {"run": run.id, "state": run.state, "reason": run.reason, "attempts": run.dispatches_spent}
                 print(json.dumps(told | {"next": following}, ensure_ascii=False))
             else:
-                table.add_row(run.id, run.state, spent, run.reason, following["command"])
+                table.add_row(run.id, run.state, spent, run.reason, typed(following))
     if not as_json:
         printed(table)
 
@@ -212,15 +212,25 @@ def said(option: str, text: str) -> str:
     return text
 
 
-def decide(journal: Runs, run_id: str, event: Event, *, while_driven: bool) -> None:
-    """Record a person's decision and tell what is now to be done."""
+def decide(journal: Runs, run_id: str, event: Event, *, while_driven: bool, told: str = "") -> None:
+    """Record a person's decision and tell what is now to be done; `told` says it in their words."""
     try:
         run = journal.request(run_id, event, while_driven=while_driven)
     except IllegalMove as error:
         following = next_command(journal.require(run_id), journal.folder)
         raise IllegalMove(f"{error}; next: {following['command']}") from error
-    print(f"{run.id}: {event.type} is recorded; state {run.state}" + (f" ({run.reason})" if run.reason else ""))
-    print(f"next: {next_command(run, journal.folder, busy=journal.driven_elsewhere(run))['command']}")
+    print(
+        f"{run.id}: {told or f'{event.type} is recorded'}; state {run.state}"
+        + (f" ({run.reason})" if run.reason else "")
+    )
+    print(f"next: {typed(next_command(run, journal.folder, busy=journal.driven_elsewhere(run)))}")
+
+
+def typed(following: Mapping[str, str]) -> str:
+    """What to type next; where a person has to look first, one line for each that they may find."""
+    if "or" in following:
+        return f"if it is there: {following['or']}\nif not: {following['command']}"
+    return following["command"]
 
 
 @app.command()
@@ -237,7 +247,7 @@ def doctor(ctx: typer.Context) -> None:
             if run.state in FINAL or journal.driven_elsewhere(run):
                 continue
             following = next_command(run, journal.folder)
-            table.add_row(run.id, run.state, CONCERNS[following["action"]], run.reason, following["command"])
+            table.add_row(run.id, run.state, CONCERNS[following["action"]], run.reason, typed(following))
             waiting |= CONCERNS[following["action"]] == PERSON
     if table.row_count:
         printed(table)

@@ -55,6 +55,12 @@ class ToolUnavailable(HarnessError):
     """The tool could not be asked; nothing was decided. Try later."""
 
 
+class Misdeclared(ToolUnavailable):
+    """What is declared of the tool does not fit it; mend harness.toml."""
+
+    exit_code = USAGE
+
+
 class CannotTell(HarnessError):
     """The tool offers no way to look up what is there."""
 

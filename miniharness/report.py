@@ -78,7 +78,9 @@ def certain(run: Run) -> str:
     """What is certainly true of the run."""
     if run.settled_by:
         return f"{run.settled_by} ended this run by their word; no check confirmed it"
-    return CERTAIN[run.state] + ("; its history was pruned" if run.pruned else "")
+    before = run.state is State.SUCCEEDED and not run.dispatches_spent
+    told = CERTAIN[run.state] + ("; it was there before, and nothing was sent" if before else "")
+    return told + ("; its history was pruned" if run.pruned else "")
 
 
 def next_command(run: Run, folder: Path, *, busy: bool = False, permit: bool = False) -> dict[str, str]:

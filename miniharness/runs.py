@@ -205,23 +205,19 @@ class Runs:
 
     def events(self, run_id: str) -> list[Recorded]:
         """The whole history of a run, oldest first, as it stands; `replay` proves it."""
-        sql = "select seq, at, epoch, type, detail, digest from events where run = ? order by seq"
-        rows = self._db.execute(sql, (run_id,)).fetchall()
-        with self._readable(run_id):
-            return [
-                Recorded(seq, at, epoch, EventType(kind), json.loads(detail), chained)
-                for seq, at, epoch, kind, detail, chained in rows
-            ]
+        return self._history("run = :run", run=run_id)
 
     def recorded(self, kind: EventType, within: str | None = None) -> list[Recorded]:
         """All events of one type, of the runs `WITHIN.NAME` or of every run, by run and oldest first."""
         where = " and run > :within || '.' and run < :within || '/'" if within else ""  # a slash follows a dot
-        sql = f"select run, seq, at, epoch, detail, digest from events where type = :kind{where} order by run, seq"
-        rows = self._db.execute(sql, {"kind": kind.value, "within": within}).fetchall()
+        return self._history(f"type = :kind{where}", kind=kind.value, within=within)
+
+    def _history(self, where: str, **values: str | None) -> list[Recorded]:
+        sql = f"select run, seq, at, epoch, type, detail, digest from events where {where} order by run, seq"
         events = []
-        for run_id, seq, at, epoch, detail, chained in rows:
+        for run_id, seq, at, epoch, kind, detail, chained in self._db.execute(sql, values).fetchall():
             with self._readable(run_id):
-                events.append(Recorded(seq, at, epoch, kind, json.loads(detail), chained))
+                events.append(Recorded(seq, at, epoch, EventType(kind), json.loads(detail), chained))
         return events
 
     def driven_elsewhere(self, run: Run) -> bool:
@@ -432,7 +428,11 @@ def refuse_other(run: Run, contract: Contract) -> None:
     stored, asked = run.contract.fields(), contract.fields()
     if other := differences(asked, stored):
         told = "; ".join(f"{name} is {d['wanted']!r}, not {d['found']!r}" for name, d in other.items())
-        raise ContractMismatch(f"run {run.id} already stands for another contract: {told}. Choose another --run")
+        said = f"run {run.id} already stands for another contract: {told}. "
+        if run.dispatches_spent and run.state not in FINAL:
+            said += f"It is {run.state} and may have written: go on with what it was opened with, or settle it; "
+            raise ContractMismatch(f"{said}another run id would be another write")
+        raise ContractMismatch(f"{said}Choose another --run")
 
 
 def _fold(run: Run | None, run_id: str, event: Recorded) -> Run:

@@ -211,7 +211,7 @@ def test_a_changed_tool_is_set_aside_until_it_is_accepted(tmp_path: Path) -> Non
         pins.execute("update pins set definition = replace(definition, 'Add a note', 'Add two notes')")
     result = place.call("--execute")
     assert (result["code"], result["interrupted"]["error"], place.titles()) == (75, "ToolUnavailable", [])
-    assert "accept notes.add" in result["interrupted"]["message"]
+    assert result["interrupted"]["message"].endswith(f"accept --config {tmp_path} notes.add")
     code, out, _ = place.command("accept", "notes.add", "--config", str(tmp_path))
     assert (code, '+  "description": "Add a note."' in out) == (0, True), out
     assert place.call("--execute")["state"] == "succeeded"

@@ -12,7 +12,7 @@ import pytest
 from forked import ROOT
 
 from miniharness.errors import UsageError
-from miniharness.tools import config
+from miniharness.tools import config, references
 
 KEYED = """\
 [tools.tickets.create]
@@ -172,4 +172,4 @@ def test_the_schema_of_the_file_is_printed_and_the_check_tells_what_is_missing(t
 )  # fmt: skip
 def test_the_field_that_must_be_there_is_the_one_an_expression_begins_with(expression: str, field: str | None) -> None:
     """A choice or a function may do without."""
-    assert config.leading_field(expression) == field
+    assert references.leading_field(expression) == field

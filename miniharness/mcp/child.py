@@ -21,13 +21,14 @@ class Child:
     """A running server process in a session of its own.
 
     The kernel kills it when the thread that made this object ends, so make it in one that lives as long as the
-    process. It gets a short list of environment variables and `env`; our secrets are not among them.
+    process. It gets a short list of environment variables and `env`; our secrets are not among them. What it says on
+    standard error goes to ours, or to `stderr`, as `subprocess` has it.
 
     Raises:
         ToolUnavailable: the command does not exist, or this is not Linux with util-linux.
     """
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None, stderr: int | None = None) -> None:
         for program in ("setpriv", argv[0]):
             if not shutil.which(program):
                 raise ToolUnavailable(f"the server cannot be started: there is no command {program!r}")
@@ -36,6 +37,7 @@ class Child:
                 ["setpriv", "--pdeathsig", "KILL", "--", *argv],  # so that no orphan writes after our death
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=stderr,
                 env={name: os.environ[name] for name in _PASSED_ON if name in os.environ} | dict(env or {}),
                 start_new_session=True,  # a Ctrl-C at the terminal is for us alone
                 bufsize=0,

@@ -11,11 +11,12 @@ from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 import anyio.to_thread
+from mcp import MCPError
 from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
 from mcp.server.extension import Extension, MethodBinding, ToolBinding
 from mcp.server.mcpserver import Context
 from mcp.server.mcpserver.utilities.func_metadata import FuncMetadata, func_metadata
-from mcp.types import CallToolRequestParams, CallToolResult, RequestParams, TextContent
+from mcp.types import INTERNAL_ERROR, CallToolRequestParams, CallToolResult, RequestParams, TextContent
 from pydantic import AfterValidator, Field, ValidationError
 
 from miniharness.contract import text_fault
@@ -64,7 +65,10 @@ class OutcomeMethod(Extension):
         return [MethodBinding(OUTCOME_METHOD, OutcomeParams, self._answer)]
 
     async def _answer(self, request: Request, params: OutcomeParams) -> HandlerResult:
-        return {"outcome": await self._look_up(params.key, params.epoch)}
+        try:
+            return {"outcome": await self._look_up(params.key, params.epoch)}
+        except Exception as error:  # a database that is held or full; nothing is known then
+            raise MCPError(INTERNAL_ERROR, f"the outcome cannot be told now: {type(error).__name__}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,8 @@ class Recoverable(OutcomeMethod):
                 outcome = self.outcomes.once(operation(mcp_context.request_context, key), perform)
             except (Refused, UsageError) as error:
                 return failure(error)
+            except Exception as error:  # the author's, or the database's: when its commit failed, nobody knows
+                return failure(HarnessError(f"{type(error).__name__}: {error}"))
             return answer(outcome.result, replayed=outcome.replayed)
 
         context = inspect.Parameter("mcp_context", inspect.Parameter.KEYWORD_ONLY, annotation=Context)

@@ -118,7 +118,10 @@ def trust_in(runs: Runs, run: Run, paths: Sequence[str]) -> dict[str, Any]:
     """
     bound, within = (question(runs, run) or {}).get("bound"), agents_run(run.id)
     if bound is None or within is None:
-        raise UsageError(f"run {run.id} is no call within an agent's run (RUN.NAME) that asks for an approval")
+        raise UsageError(
+            f"run {run.id} is no call within an agent's run: approve it without --for-session, or make such calls with "
+            "call --within RUN"
+        )
     anchored = [path if path.startswith(("//", "~/")) else f"/{Path.cwd() / path.removeprefix('/')}" for path in paths]
     same = {name: bound[name] for name in ("tool", "server", "definition")}
     return {"within": within, **same, "paths": anchored, "days": bound["days"]}

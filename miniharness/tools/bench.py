@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -22,7 +23,7 @@ from miniharness.errors import ToolUnavailable, UsageError
 from miniharness.mcp.child import Child
 from miniharness.mcp.session import CallFailed
 from miniharness.mcp.wire import EPOCH_META, KEY_META
-from miniharness.tools import config
+from miniharness.tools import config, references
 from miniharness.tools.remote import ServerTool, answer, query, session_for, whole
 from miniharness.tools.target import Target
 
@@ -84,7 +85,7 @@ class _Watched(Child):
     """A server process that tells when a request has left for it."""
 
     def __init__(self, server: config.Server) -> None:
-        super().__init__(server.command, server.env)
+        super().__init__(server.command, server.env, subprocess.DEVNULL)  # who is killed so often has much to say
         self.left = asyncio.Event()
 
     async def write(self, data: bytes, limit_s: float) -> None:
@@ -126,7 +127,7 @@ class Running:
         return Seen(found, await self._count(bench.count, operation) if bench.count else None)
 
     async def _count(self, asked: config.LookUp, operation: Operation) -> int:
-        arguments = config.filled(asked.arguments, config.known(operation.key, operation.arguments))
+        arguments = references.filled(asked.arguments, references.known(operation.key, operation.arguments))
 
         def read(result: CallToolResult) -> int:
             number = answer(asked, operation.key, operation.arguments, result)
@@ -195,7 +196,7 @@ class Bench:
         self._running: Running | None = None
         if target.declared.key in arguments:
             raise UsageError(f"the argument {target.declared.key} carries the operation key; leave it out of --args")
-        if unknown := config.references([count.model_dump()] if count else []) - arguments.keys():
+        if unknown := references.named([count.model_dump()] if count else []) - arguments.keys():
             raise UsageError(f"--count: $args.{min(unknown)} is no argument in --args")
         if not (self.looks_up or self.count):
             raise UsageError(

@@ -6,7 +6,6 @@ A write is a run of the machine, whatever the tool; one that only reads is asked
 from __future__ import annotations
 
 import json
-import shlex
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -42,7 +41,10 @@ TRIES = 3  # to reach a tool that dies: the first, and two more
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What whoever asks for a call says of it, beside tool and arguments. `command` takes a run of it further."""
+    """What whoever asks for a call says of it, beside tool and arguments.
+
+    `command` takes a run of it further, `accept` accepts a changed tool.
+    """
 
     expect: Json | None = None
     permit: bool = False
@@ -50,6 +52,7 @@ class Asked:
     budget: Budget | None = None
     deadline: float | None = None
     command: str = ""
+    accept: str = ""
 
 
 @dataclass(slots=True)
@@ -128,10 +131,9 @@ async def call(passage: Passage) -> Json:
 async def find(passage: Passage) -> None:
     """Reach the tool, which must be as it was accepted."""
     passage.tool = await passage.stack.enter_async_context(passage.target.reach())
-    accept = f"python -m miniharness --state-dir {shlex.quote(str(passage.runs.folder))} accept"
     with closing(Pins(passage.runs.folder)) as pins:
         for name, definition in passage.tool.pinned.items():
-            pins.check(name, definition, f"{accept} {name}")
+            pins.check(name, definition, f"{passage.asked.accept} {name}")
 
 
 async def validate(passage: Passage) -> None:

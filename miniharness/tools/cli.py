@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from miniharness import signals
-from miniharness.cli import By, Json, RunId, Why, app, decide, headed, printed, said, state_folder
+from miniharness.cli import By, Json, RunId, Why, app, decide, headed, printed, said, state_folder, typed
 from miniharness.contract import Budget
 from miniharness.errors import ENDED_BADLY, Interrupted, UsageError
 from miniharness.machine import Event, EventType, State
@@ -66,13 +66,15 @@ def call(
         if run is None and target.declared.operation == "call":
             raise UsageError(f"each call of {tool} is an operation of its own; give it a name with --run ID")
         run_id = run or operation(tool, arguments, within)
+        options = "" if config.resolve() == Path.cwd() else f" --config {shlex.quote(str(config))}"
         asked = calls.Asked(
             expect=_object("--expect", _text(expect)) if expect is not None else None,
             permit=execute,
             take_over=take_over,
             budget=Budget(dispatches=dispatches) if dispatches else None,
             deadline=deadline.timestamp() if deadline else None,
-            command=_command(config),
+            command=f"python -m miniharness call{options}",
+            accept=f"python -m miniharness --state-dir {shlex.quote(str(journal.folder))} accept{options}",
         )
 
         def once() -> Mapping[str, Any]:
@@ -99,16 +101,14 @@ def _what(journal: Runs, run: str | None, tool: str | None, args: str | None) ->
     stored = journal.get(run) if run else None
     if stored:
         tool, given = tool or stored.contract.tool.name, stored.contract.action
+        if not stored.contract.command:
+            raise UsageError(f"run {run} is a program's call of {tool}; run that program again to go on with it")
         return tool, given if args is None else _object("--args", args)
     if tool is None or args is None:
-        begun = f"there is no run {run!a} yet" if run else "what is to be called is not said"
-        raise UsageError(f"{begun}; a new call needs SERVER.TOOL and --args '{{...}}'")
+        begun = f"there is no run {run!a} yet; " if run else ""
+        missing = "SERVER.TOOL" if tool is None else "--args; for no arguments: --args '{}'"
+        raise UsageError(f"{begun}a new call needs {missing}")
     return tool, _object("--args", args)
-
-
-def _command(folder: Path) -> str:
-    config_option = "" if folder.resolve() == Path.cwd() else f" --config {shlex.quote(str(folder))}"
-    return f"python -m miniharness call{config_option}"
 
 
 def _asked_in_place(journal: Runs, result: Mapping[str, Any]) -> bool:
@@ -218,9 +218,15 @@ def approve(
         raise UsageError("--paths limits --for-session; a single write is approved as it is shown")
     with closing(Runs(state_folder(ctx))) as journal:
         stored = journal.require(run)
+
+        def following() -> str:
+            return typed(next_command(stored, journal.folder))
+
         question = approvals.question(journal, stored)
         if question is None:
-            raise UsageError(f"run {run} asks for no approval; next: {next_command(stored, journal.folder)['command']}")
+            raise UsageError(f"run {run} asks for no approval; next: {following()}")
+        if stored.approval and stored.approval["by"] is not None:
+            raise UsageError(f"run {run} is approved already, by {stored.approval['by']}; next: {following()}")
         if not approvals.may_answer(question, by):
             people = ", ".join(question["bound"]["answered_by"])
             raise UsageError(f"--by {by}: harness.toml lets only {people} approve (approvals.by)")
@@ -230,7 +236,7 @@ def approve(
         print(f"{run}: approved by {by}, for this one write")
         if trust:
             print(_trusted(trust, by))
-        print(f"next: {next_command(stored, journal.folder)['command']}")
+        print(f"next: {following()}")
 
 
 def _trusted(trust: Mapping[str, Any], by: str) -> str:
@@ -242,10 +248,14 @@ def _trusted(trust: Mapping[str, Any], by: str) -> str:
 def trust(ctx: typer.Context, as_json: Json = False) -> None:
     """List what was approved for the whole of an agent's run."""
     with closing(Runs(state_folder(ctx))) as journal:
+        listed = False
         for event in journal.recorded(EventType.APPROVED):
             if given := event.detail.get("trust"):
                 by = event.detail["by"]
                 print(json.dumps({**given, "by": by}, ensure_ascii=False) if as_json else _trusted(given, by))
+                listed = True
+        if not listed:
+            print("nothing was approved for the whole of an agent's run", file=sys.stderr)
 
 
 @app.command()
@@ -253,7 +263,7 @@ def deny(ctx: typer.Context, run: RunId, by: By, why: Why) -> None:
     """Say no to the write that a run asks for: it is cancelled, after a look at what is there."""
     event = Event(EventType.CANCEL_REQUESTED, {"by": said("--by", by), "why": said("--why", why)})
     with closing(Runs(state_folder(ctx))) as journal:
-        decide(journal, run, event, while_driven=True)
+        decide(journal, run, event, while_driven=True, told=f"denied by {by}")
 
 
 @app.command()
@@ -346,7 +356,8 @@ def _list_tools(settings: Config, server: str, as_json: bool) -> None:
 
     declared = settings.tools.get(server, {})
     table = headed("tool", "hints of the server", "declared", "look-up", "fences")
-    for name, hints in signals.run(signals.obeyed(offered(settings.server(server)))).items():
+    tools = signals.run(signals.obeyed(offered(settings.server(server))))
+    for name, hints in tools.items():
         tool = declared.get(name)
         if as_json:
             said = tool.model_dump(mode="json", exclude_defaults=True) if tool else None
@@ -357,6 +368,8 @@ def _list_tools(settings: Config, server: str, as_json: bool) -> None:
         table.add_row(name, words, *told)
     if not as_json:
         printed(table)
+    if missing := sorted(declared.keys() - tools.keys()):
+        raise UsageError(f"harness.toml declares {', '.join(missing)}, which the server {server} does not offer")
 
 
 def _report(told: Mapping[str, Any]) -> str:
@@ -395,8 +408,9 @@ def explain(
         print(json.dumps(told, ensure_ascii=False))
         return
     print(f"{told['decision']}: {told['reason']}")
-    unnamed = UNNAMED[target.declared.danger][0]
-    print(f"without it: {told['next'] or f'no other rule matches; then the answer is {unnamed}'}")
+    if decision.rule:
+        unnamed = UNNAMED[target.declared.danger][0]
+        print(f"without it: {told['next'] or f'no other rule matches; then the answer is {unnamed}'}")
     for name in policy.unsupported:
         print(f"not applied: {name}", file=sys.stderr)
 
@@ -430,6 +444,7 @@ def check(config: Folder = Path()) -> None:
     for problem in (problems := [*settings.problems, *policy.broken]):
         print(problem, file=sys.stderr)
     print("a tool that is not declared is manual: an unknown outcome of it needs a person")
+    print("what the servers say of their tools: miniharness probe SERVER")
     if problems:
         raise typer.Exit(UsageError.exit_code)
 

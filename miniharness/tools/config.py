@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from miniharness.contract import canonical, digest
 from miniharness.errors import UsageError
+from miniharness.tools import references
 
 SERVERS, TOOLS = ".mcp.json", "harness.toml"
 SETTINGS = (".claude/settings.json", ".claude/settings.local.json")
@@ -29,50 +30,11 @@ RESERVED = {"run", "state", "reason", "certain", "attempts", "budget", "proposal
 RESERVED |= {"interrupted", "line"}
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 WHEN = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*(>=|<=|==|!=|>|<)\s*(-?[0-9]+(?:\.[0-9]+)?)\s*")
-STEPS = {"subexpression", "index_expression", "projection", "filter_projection", "value_projection", "flatten", "pipe"}
-REFERENCE = re.compile(r"\$(key|args\.([A-Za-z_][A-Za-z0-9_]*))")
-
-
-def with_literals(expression: str, known: Callable[[str], Any]) -> str:
-    """A JMESPath expression in which `$key` and `$args.NAME` are replaced by what they stand for."""
-    return REFERENCE.sub(lambda m: "`" + json.dumps(known(m[1])).replace("`", "\\`") + "`", expression)
-
-
-def filled(value: Any, known: Callable[[str], Any]) -> Any:
-    """A JSON value with `$key` and `$args.NAME` filled in; a text that is nothing else becomes the very value."""
-    if isinstance(value, str):
-        if whole := REFERENCE.fullmatch(value):
-            return known(whole[1])
-        return REFERENCE.sub(lambda m: str(known(m[1])), value)
-    if isinstance(value, list):
-        return [filled(item, known) for item in value]
-    return {k: filled(item, known) for k, item in value.items()} if isinstance(value, dict) else value
-
-
-def known(key: str, arguments: Mapping[str, Any]) -> Callable[[str], Any]:
-    """What `$key` and `$args.NAME` stand for in a call."""
-    return lambda name: key if name == "key" else arguments.get(name.removeprefix("args."))
-
-
-def leading_field(expression: str) -> str | None:
-    """The field that a JMESPath expression begins with; None when it begins with something else, such as `@`."""
-    node = jmespath.compile(with_literals(expression, lambda name: "")).parsed
-    while node["type"] in STEPS:
-        node = node["children"][0]
-    return str(node["value"]) if node["type"] == "field" else None
-
-
-def references(value: Any) -> set[str]:
-    """The arguments `$args.NAME` that a text, or any text in a JSON value, refers to."""
-    if isinstance(value, str):
-        return {found[2] for found in REFERENCE.finditer(value) if found[2]}
-    inner = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else []
-    return {name for item in inner for name in references(item)}
 
 
 def _expression(text: str) -> str:
     try:
-        jmespath.compile(with_literals(text, lambda name: ""))
+        jmespath.compile(references.with_literals(text, lambda name: ""))
     except JMESPathError as error:
         raise ValueError(f"is not a JMESPath expression: {str(error).splitlines()[0]}") from None
     return text
@@ -410,8 +372,14 @@ def _harness(path: Path, text: str) -> Harness:
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: {error}") from None
     except ValidationError as error:
-        faults = [f"{path}:{_line(text, e['loc'])}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        faults = [f"{path}:{_line(text, e['loc'])}: {'.'.join(map(str, e['loc']))}: {_said(e)}" for e in error.errors()]
         raise UsageError("\n".join(faults)) from None
+
+
+def _said(fault: Mapping[str, Any]) -> str:
+    if fault["type"] == "extra_forbidden":
+        return "there is no such field"
+    return str(fault["msg"]).removeprefix("Value error, ")
 
 
 def _line(text: str, location: tuple[int | str, ...]) -> int:

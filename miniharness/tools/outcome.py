@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from miniharness.errors import ToolUnavailable
+from miniharness.errors import Misdeclared, ToolUnavailable
 from miniharness.mcp.declared import LookUp
 from miniharness.mcp.session import CallFailed, Session
 from miniharness.mcp.wire import OUTCOME_METHOD, RECOVERABLE
@@ -42,12 +42,12 @@ def check(tool: Tool) -> None:
     """Check that the tool says it keeps the contract; over stdio a server can say so nowhere else.
 
     Raises:
-        ToolUnavailable: it does not, or in a version that is not known here.
+        Misdeclared: it does not, or in a version that is not known here.
     """
     said = (tool.meta or {}).get(RECOVERABLE)
     if not isinstance(said, dict) or said.get("version") != VERSION:
         told = "has no" if said is None else f"speaks another version, {said!r:.80}, than {VERSION} of"
-        raise ToolUnavailable(f"the server's tool {tool.name} {told} {RECOVERABLE} in its _meta; {NEXT}")
+        raise Misdeclared(f"the server's tool {tool.name} {told} {RECOVERABLE} in its _meta; {NEXT}")
 
 
 def query(tool: str, compared: frozenset[str]) -> LookUp:
@@ -75,5 +75,5 @@ async def _ask(session: Session, key: str, epoch: int) -> Done | None:
     except CallFailed as error:
         if getattr(error.__cause__, "code", None) == METHOD_NOT_FOUND:
             said = f"the server does not know the method {OUTCOME_METHOD} of {RECOVERABLE}; {NEXT}"
-            raise ToolUnavailable(said) from error
+            raise Misdeclared(said) from error
         raise

@@ -52,7 +52,9 @@ class Pins:
             if pinned is None:
                 self._put(tool, definition)
             elif pinned != canonical(definition):
-                raise ToolUnavailable(f"the description or the schema of {tool} has changed; look at it: {accept}")
+                raise ToolUnavailable(
+                    f"the description or the schema of {tool} has changed; see how, and accept it: {accept}"
+                )
 
     def accept(self, tool: str, definition: Mapping[str, Any]) -> str:
         """Pin the tool as it is now; returns how it differs from before, line by line."""

@@ -38,6 +38,8 @@ async def probe(bench: Bench) -> list[Experiment]:
         try:
             saw, shows = await experiment(bench, shown(done))
         except ToolUnavailable as error:  # who cannot be asked cannot tell what is there
+            if not done:
+                raise
             await bench.stop()
             saw, shows = str(error), {LOOK_UP: False} if bench.looks_up else {REPEAT: None}
         done.append(Experiment(name, did, saw, shows))

@@ -15,12 +15,12 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
 from miniharness.engine import Json
-from miniharness.errors import ToolUnavailable, UsageError
+from miniharness.errors import Misdeclared, ToolUnavailable, UsageError
 from miniharness.mcp.child import Child
 from miniharness.mcp.declared import Declaration, DeclaredTool, LookUp, Query
 from miniharness.mcp.session import CallFailed, Session, http_session, stdio_session
 from miniharness.mcp.wire import Limits
-from miniharness.tools import config, outcome
+from miniharness.tools import config, outcome, references
 from miniharness.tools.target import Target
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ class ServerTool:
             outcome.check(self.session.tool(self.name))
         schema = self.session.tool(self.name).input_schema
         if declared.key and declared.key not in schema.get("properties", {}):
-            raise ToolUnavailable(f"{full} has no argument {declared.key!a} for the operation key")
-        if unknown := config.references([declared.model_dump()]) - schema.get("properties", {}).keys():
+            raise Misdeclared(f"{full} has no argument {declared.key!a} for the operation key (tools.{full}.key)")
+        if unknown := references.named([declared.model_dump()]) - schema.get("properties", {}).keys():
             raise UsageError(f"harness.toml: $args.{min(unknown)} is no argument of {full}")
         _check(schema, self.sent("key", arguments), full)
 
@@ -162,7 +162,7 @@ def query(look_up: config.LookUp, action: Json, compared: frozenset[str]) -> Que
     """The declared look-up of the write with this action; `compared` are the fields of its goal."""
 
     def arguments(key: str) -> Json:
-        filled: Json = config.filled(look_up.arguments, config.known(key, action))
+        filled: Json = references.filled(look_up.arguments, references.known(key, action))
         return filled
 
     def read(key: str, result: CallToolResult) -> Json | None:
@@ -184,14 +184,14 @@ def answer(look_up: config.LookUp, key: str, action: Json, result: CallToolResul
     Raises:
         ValueError: the answer has not what `found` needs.
     """
-    content, leading = _content(result, look_up), config.leading_field(look_up.found)
+    content, leading = _content(result, look_up), references.leading_field(look_up.found)
     if leading and not (isinstance(content, dict) and leading in content):  # a typo must not look like an absence
         raise ValueError(f"it has no field {leading!a}, which `found` begins with")
     return _search(look_up.found, content, key, action)
 
 
 def _search(expression: str, value: Any, key: str, action: Json) -> Any:
-    return jmespath.search(config.with_literals(expression, config.known(key, action)), value)
+    return jmespath.search(references.with_literals(expression, references.known(key, action)), value)
 
 
 def _content(result: CallToolResult, look_up: config.LookUp) -> Any:

@@ -82,7 +82,7 @@ class MaskedTool:
         try:
             yield
         except ToolUnavailable as error:
-            raise ToolUnavailable(masked(str(error), self._known)) from error
+            raise type(error)(masked(str(error), self._known)) from error
 
 
 def cut(text: str, limit: int, folder: Path) -> str:

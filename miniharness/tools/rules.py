@@ -213,7 +213,9 @@ def _made(behavior: Behavior, entry: RuleEntry, source: str, reading: _Reading) 
     elif name == "Bash":
         conditions.append(_about_shell(shell.pattern(specifier or "*"), behavior, reading.allowed))
     elif not name.startswith("mcp__") and not (set(name) & {"*"}):
-        reading.unsupported.append(f"{source}: {entry.rule!a} is about a tool that is not here")
+        server, dot, tool = name.partition(".")
+        hint = f"; write mcp__{server}__{tool}" if dot else ""
+        reading.unsupported.append(f"{source}: {entry.rule!a} is about a tool that is not here{hint}")
         return
     elif behavior is Behavior.ALLOW and not _allowable(name):
         reading.unsupported.append(f"{source}: {entry.rule!a} would allow more than one server's tools and is skipped")

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from miniharness import engine
 from miniharness.contract import Budget, Contract, Tool
 from miniharness.engine import Json
-from miniharness.tools import config
+from miniharness.tools import config, references
 from miniharness.tools.rules import Call
 
 OPERATOR = "operator"  # who proposes: the person or program that gave the arguments
@@ -84,7 +84,7 @@ class Target:
     ) -> Contract:
         """The contract of a call with these arguments."""
         declared = self.declared
-        goal = expect or config.filled(declared.expect, config.known("", arguments)) or arguments
+        goal = expect or references.filled(declared.expect, references.known("", arguments)) or arguments
         return Contract(
             goal=dict(goal),
             arguments=dict(arguments),
