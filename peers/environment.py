@@ -59,7 +59,7 @@ def _pip(place: Path, pins: Path) -> list[list[str]]:
     npm = re.findall(r"^#\s+(npm install .*)$", pins.read_text(), re.MULTILINE)
     return [
         [sys.executable, "-m", "venv", "--without-pip", str(place)],
-        [*pip, "install", "--quiet", "--no-compile", "-r", str(pins)],
+        [*pip, "install", "--quiet", "-r", str(pins)],
         *([*line.replace("VENV", str(place)).split(), *QUIETLY] for line in npm),
     ]
 

@@ -383,7 +383,7 @@ def test_a_signal_before_any_statement_ends_in_order(tmp_path: Path, at: int) ->
 def test_a_signal_while_a_finished_run_is_read_changes_nothing(lab: Lab, number: signal.Signals) -> None:
     """K17: what has ended stays ended, and the answer is the stored one."""
     first = lab.json("--execute")
-    process = lab.start("--engine", "stop@select seq", "--json", program=(PROGRAM,))
+    process = lab.start("--engine", "stop@select run, seq", "--json", program=(PROGRAM,))
     assert frozen(process)
     process.send_signal(number)
     process.send_signal(signal.SIGCONT)
