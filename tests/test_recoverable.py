@@ -186,13 +186,10 @@ def test_an_effect_cannot_end_the_transaction(connect: Connect, outcomes: Outcom
 def test_a_connection_with_an_open_transaction_is_refused(connect: Connect) -> None:
     """What it did before would be committed with us, or lost with us."""
 
-    def opened() -> Any:
-        connection = connect()
+    with closing(connect()) as connection:
         insert(connection, "before")
-        return connection
-
-    with pytest.raises(RuntimeError, match="a transaction is open"):
-        Outcomes(opened)
+        with pytest.raises(RuntimeError, match="a transaction is open"):
+            Outcomes(lambda: connection)
 
 
 def test_rows_come_as_the_author_likes_them(connect: Connect) -> None:

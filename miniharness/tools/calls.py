@@ -30,7 +30,6 @@ from miniharness.runs import Runs, refuse_other
 from miniharness.tools import approvals, results
 from miniharness.tools.hooks import Verdict
 from miniharness.tools.limits import Counted
-from miniharness.tools.names import agents_run
 from miniharness.tools.pins import Pins
 from miniharness.tools.policy import Policy
 from miniharness.tools.rules import Behavior, Call, Decision
@@ -43,7 +42,8 @@ TRIES = 3  # to reach a tool that dies: the first, and two more
 class Asked:
     """What whoever asks for a call says of it, beside tool and arguments.
 
-    `command` takes a run of it further, `accept` accepts a changed tool.
+    `within` is the agent's run that it is counted for. `command` takes its own run further, `accept` accepts a changed
+    tool.
     """
 
     expect: Json | None = None
@@ -51,6 +51,7 @@ class Asked:
     take_over: bool = False
     budget: Budget | None = None
     deadline: float | None = None
+    within: str | None = None
     command: str = ""
     accept: str = ""
 
@@ -146,10 +147,10 @@ async def validate(passage: Passage) -> None:
 
 async def limit(passage: Passage) -> None:
     """Count the call, where it belongs to an agent's run."""
-    if within := agents_run(passage.run_id):
+    if passage.asked.within:
         with closing(Counted(passage.runs.folder)) as counted:
             count = counted.read if passage.reads else counted.write
-            count(within, passage.run_id, passage.policy.limits)
+            count(passage.asked.within, passage.run_id, passage.policy.limits)
 
 
 async def ask_hooks(passage: Passage) -> None:
@@ -203,9 +204,9 @@ async def _read(passage: Passage) -> None:
         passage.answer = await passage.reached.read(passage.arguments)
     except ToolUnavailable as failed:
         reason = results.masked(str(failed), results.secrets())
-        if within := agents_run(passage.run_id):
+        if passage.asked.within:
             with closing(Counted(passage.runs.folder)) as counted:
-                counted.failed(within, passage.run_id)
+                counted.failed(passage.asked.within, passage.run_id)
         await passage.policy.after(passage.seen, passage.run_id, error=reason)
         raise ToolUnavailable(reason) from failed
 

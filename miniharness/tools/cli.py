@@ -73,6 +73,7 @@ def call(
             take_over=take_over,
             budget=Budget(dispatches=dispatches) if dispatches else None,
             deadline=deadline.timestamp() if deadline else None,
+            within=within,
             command=f"python -m miniharness call{options}",
             accept=f"python -m miniharness --state-dir {shlex.quote(str(journal.folder))} accept{options}",
         )

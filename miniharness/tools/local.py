@@ -298,7 +298,7 @@ class Ledger:
             HarnessError: a function that only reads gave no answer, or a rule or hook denies it.
         """
         given = function.plain(arguments)
-        run_id, asked = self._operation(function, given), calls.Asked(permit=True)
+        run_id, asked = self._operation(function, given), calls.Asked(permit=True, within=self._within)
         return await calls.call(calls.Passage(self._runs, self._policy, function.target, run_id, given, asked))
 
     def _operation(self, function: LocalTool, arguments: Json) -> str:
