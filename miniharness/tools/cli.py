@@ -90,11 +90,10 @@ def call(
         result = once()
         if _asked_in_place(journal, result):
             result = once()
-    if target.declared.recovery == "read":
-        print(json.dumps(result, ensure_ascii=False) if as_json else result["result"])
-        return
-    print(json.dumps(result, ensure_ascii=False) if as_json else summary(result, target.declared.resource))
-    raise typer.Exit(exit_code(result))
+    reads = target.declared.recovery == "read"
+    text = result["result"] if reads else summary(result, target.declared.resource)
+    print(json.dumps(result, ensure_ascii=False) if as_json else text)
+    raise typer.Exit(0 if reads else exit_code(result))
 
 
 def _what(journal: Runs, run: str | None, tool: str | None, args: str | None) -> tuple[str, dict[str, Any]]:
