@@ -132,9 +132,10 @@ async def call(passage: Passage) -> Json:
 async def find(passage: Passage) -> None:
     """Reach the tool, which must be as it was accepted."""
     passage.tool = await passage.stack.enter_async_context(passage.target.reach())
-    with closing(Pins(passage.runs.folder)) as pins:
-        for name, definition in passage.tool.pinned.items():
-            pins.check(name, definition, f"{passage.asked.accept} {name}")
+    if pinned := passage.tool.pinned:
+        with closing(Pins(passage.runs.folder)) as pins:
+            for name, definition in pinned.items():
+                pins.check(name, definition, f"{passage.asked.accept} {name}")
 
 
 async def validate(passage: Passage) -> None:
