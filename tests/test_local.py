@@ -240,6 +240,18 @@ async def test_calls_that_may_not_run_side_by_side_take_turns(tmp_path: Path) ->
     assert "one at a time" in late["interrupted"]["message"]
 
 
+async def test_a_tool_of_any_name_can_take_turns(tmp_path: Path) -> None:
+    """T2: a long name, and one with a slash, are no names of files."""
+    for name in ("a/b", "x" * 200):
+
+        def pay(order: str) -> None: ...
+
+        pay.__name__ = name
+        made = tool(recovery="manual", concurrent=False)(pay)
+        async with Ledger(tmp_path / "state") as ledger:
+            assert (await ledger.call(made, order=name))["attempts"] == 1
+
+
 async def test_within_a_run_calls_can_be_counted(bank: Bank, tmp_path: Path) -> None:
     """With `operation = "call"` the n-th call is the n-th operation, also when the program runs again."""
 

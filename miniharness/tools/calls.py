@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miniharness.contract import Budget, Contract
+from miniharness.contract import Budget, Contract, digest
 from miniharness.engine import Json, Ports, drive
 from miniharness.errors import (
     ApprovalNeeded,
@@ -187,7 +187,8 @@ async def _turn(folder: Path, target: Target) -> AsyncIterator[None]:
     from filelock import AsyncFileLock, Timeout  # its import tries out the disk
 
     (folder / "turns").mkdir(exist_ok=True)
-    lock = AsyncFileLock(folder / "turns" / target.full_name, timeout=target.declared.timeout)
+    name = digest(target.full_name)  # which may hold what a file's name cannot
+    lock = AsyncFileLock(folder / "turns" / name, timeout=target.declared.timeout)
     try:
         await lock.acquire()
     except Timeout:
