@@ -241,7 +241,8 @@ def approve(
 
 def _trusted(trust: Mapping[str, Any], by: str) -> str:
     files = f" on files within {', '.join(trust['paths'])}" if trust["paths"] else ""
-    return f"{trust['within']}: {by} trusts calls of {trust['tool']}{files}; what a rule denies stays denied"
+    limits = "what a rule denies stays denied, and a destructive tool or a shell is asked about each time"
+    return f"{trust['within']}: {by} trusts calls of {trust['tool']}{files}; {limits}"
 
 
 @app.command()

@@ -70,9 +70,11 @@ class Counted:
     def failed(self, run: str, call: str) -> None:
         """Note that the last read gave no answer."""
         with self._db.transaction():
-            last = "select max(number) from calls where run = :run and call = :call"
-            sql = f"update calls set failed = 1 where run = :run and number = ({last})"  # noqa: S608 - a constant
-            self._db.execute(sql, {"run": run, "call": call})
+            self._db.execute(
+                "update calls set failed = 1 where run = :run and number ="
+                " (select max(number) from calls where run = :run and call = :call)",
+                {"run": run, "call": call},
+            )
 
     def _last(self, run: str) -> tuple[str, int, bool]:
         row = self._db.execute(
