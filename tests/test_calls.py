@@ -288,6 +288,10 @@ def test_killed_wherever_a_call_is_it_ends_with_one_note(tmp_path: Path) -> None
         ('look_up = { tool = "text_notes", reads = "text", found = "notes" }', "it has no field 'notes'"),
         ('look_up = { tool = "text_notes", reads = "json" }', "breaks its schema"),
         ('look_up = { tool = "all_notes", found = "notes[0]", fields = "title" }', "fields are no object"),
+        (
+            'look_up = { tool = "all_notes", found = "length(notes[?title == `x`])", fields = "{title: $args.title}" }',
+            "gives the number 0",
+        ),
     ],
 )
 def test_a_look_up_that_cannot_be_read_is_never_taken_for_absent(tmp_path: Path, look_up: str, told: str) -> None:

@@ -70,11 +70,6 @@ class Session:
                 self._child.discard()
 
     @property
-    def connected(self) -> bool:
-        """Whether the handshake was done."""
-        return self._info is not None
-
-    @property
     def dead(self) -> bool:
         """Whether the server, our own child, has ended."""
         return self._child is not None and self._child.died.is_set()

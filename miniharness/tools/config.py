@@ -78,8 +78,8 @@ class _Strict(BaseModel):
 class ToolError(_Strict):
     """An error that a tool reports, told by the code of the structured error or by its message."""
 
-    code: str | None = None
-    message: Annotated[str, AfterValidator(_pattern)] | None = None
+    code: Annotated[str, Field(min_length=1)] | None = None
+    message: Annotated[str, Field(min_length=1), AfterValidator(_pattern)] | None = None
 
     @model_validator(mode="after")
     def _one(self) -> ToolError:

@@ -167,6 +167,8 @@ def query(look_up: config.LookUp, action: Json, compared: frozenset[str]) -> Que
 
     def read(key: str, result: CallToolResult) -> Json | None:
         found = answer(look_up, key, action, result)
+        if isinstance(found, int | float) and not isinstance(found, bool):  # 0 must be neither there nor absent
+            raise ValueError(f"`found` gives the number {found}; it must give the resource, or nothing")
         if found in (None, False, "", [], {}):  # what JMESPath itself holds for false
             return None
         fields = _search(look_up.fields, found, key, action)
@@ -231,6 +233,6 @@ def _is_one_of(declared: Sequence[str | config.ToolError], error: Json) -> bool:
 
 def _matches(known: str | config.ToolError, error: Json) -> bool:
     code, message = error.get("code"), error.get("message")
-    if isinstance(known, str) or known.code:
+    if isinstance(known, str) or known.code is not None:
         return code == (known if isinstance(known, str) else known.code)
     return isinstance(message, str) and bool(re.search(known.message or "", message))
