@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -181,6 +181,27 @@ def test_an_effect_cannot_end_the_transaction(connect: Connect, outcomes: Outcom
     assert rows(connect) == rows(connect, "operation_outcomes") == []
     add(outcomes, "a")
     assert rows(connect) == [("hello", None)]
+
+
+def test_an_effect_that_lost_its_transaction_is_no_outcome(connect: Connect, outcomes: Outcomes) -> None:
+    """Rolled back by the words in SQL, or by SQLite itself while the effect goes on: an error, and nothing stands."""
+
+    def losing(database: Any) -> Any:
+        insert(database, "half")
+        if isinstance(database, sqlite3.Connection):
+            database.execute("create table once (n integer primary key)")
+            with suppress(sqlite3.IntegrityError):
+                for _ in range(2):
+                    database.execute("insert or rollback into once values (1)")
+        else:
+            database.execute("rollback")
+        with suppress(sqlite3.DatabaseError):  # it may not begin another one
+            insert(database, "after")
+
+    with pytest.raises(Exception, match=r"ended its transaction|not authorized"):
+        outcomes.once(Operation("a", "add", {}), losing)
+    assert outcomes.look_up("a") is None
+    assert rows(connect) == []
 
 
 def test_a_connection_with_an_open_transaction_is_refused(connect: Connect) -> None:

@@ -15,6 +15,7 @@ Execute = Callable[[str, Sequence[Any]], Any]
 """Runs one statement with `?` for its values and returns the cursor, which gives rows as tuples."""
 
 OPEN = "a transaction is open on the connection; leave it to the operations"
+ENDED = "the effect has ended its transaction; nothing of it may stand without its outcome"
 IDLE = 0  # psycopg.pq.TransactionStatus.IDLE
 
 
@@ -46,6 +47,8 @@ class SQLite:
     """One connection and one turn: SQLite has one writer at a time, so a key needs no lock of its own."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
+        if not connection.in_transaction:
+            connection.isolation_level = "DEFERRED"  # what follows a lost transaction is not committed
         self._connection = connection
         self._turn = threading.Lock()
 
@@ -72,9 +75,12 @@ class SQLite:
     def _perform(self, effect: Callable[[Any], T]) -> T:
         self._connection.set_authorizer(_leave_the_transaction)
         try:
-            return effect(self._connection)
+            result = effect(self._connection)
         finally:
             self._connection.set_authorizer(None)
+        if not self._connection.in_transaction:  # SQLite itself may have rolled it back
+            raise RuntimeError(ENDED)
+        return result
 
     def close(self) -> None:
         """Close the connection."""
@@ -102,11 +108,11 @@ class Postgres:
             if connection.info.transaction_status != IDLE:
                 raise RuntimeError(OPEN)
             execute = _executing(connection)
-            with connection.transaction():  # psycopg lets nobody inside end it
+            with connection.transaction():  # psycopg refuses its methods to end it, but not the words in SQL
                 # each statement must see what was committed while we waited for the lock
                 execute("set transaction isolation level read committed", ())
                 execute("select pg_advisory_xact_lock(hashtextextended('operation ' || ?, 0))", (key,))
-                yield Transaction(execute, lambda effect: effect(connection))
+                yield Transaction(execute, lambda effect: _whole(connection, execute, effect))
         finally:
             if connection.info.transaction_status == IDLE:
                 self._idle.append(connection)
@@ -123,6 +129,14 @@ class Postgres:
         """Close the connections that are not in use."""
         while self._idle:
             self._idle.pop().close()
+
+
+def _whole(connection: Any, execute: Execute, effect: Callable[[Any], T]) -> T:
+    before = execute("select txid_current()", ()).fetchone()
+    result = effect(connection)
+    if execute("select txid_current()", ()).fetchone() != before:
+        raise RuntimeError(ENDED)
+    return result
 
 
 def _executing(connection: Any) -> Execute:

@@ -125,6 +125,8 @@ class Recoverable(OutcomeMethod):
         def run(mcp_context: Context, **arguments: Any) -> CallToolResult:
             def perform(database: Any) -> Any:
                 result: Any = told.convert_result(effect(database, **arguments))
+                if result.is_error:
+                    raise Refused("; ".join(getattr(block, "text", "") for block in result.content))
                 return result.structured_content
 
             try:

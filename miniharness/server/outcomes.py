@@ -108,8 +108,8 @@ class Outcomes:
     def once(self, operation: Operation, effect: Callable[[Any], Any]) -> Outcome:
         """Do the operation, or return what it did when it was done. On disk when it returns.
 
-        `effect` gets the connection, inside the transaction, which it cannot end; it returns the result, a JSON value.
-        When it raises, nothing happened.
+        `effect` gets the connection, in the transaction, which it must not end, and returns the result, a JSON value.
+        When it raises, nothing happened, unless it committed by SQL text in Postgres, which only it can prevent.
 
         Raises:
             Conflict: the key holds another tool or other arguments.
