@@ -180,8 +180,7 @@ class Session:
         content = result.structured_content
         if result.is_error:
             told = content.get("error") if isinstance(content, dict) else None
-            text = "".join(getattr(block, "text", "") for block in result.content)
-            reported = told if isinstance(told, dict) else {"message": text}
+            reported = told if isinstance(told, dict) else {"message": text_of(result)}
             raise CallFailed(f"{name}: the tool reported an error", sent=True, error=reported)
         try:
             return read(result)
@@ -222,6 +221,11 @@ class Session:
         if _is_late(error):
             return f"no answer within {self._limits.read_s:g} s"
         return str(error).partition("\n")[0] or type(error).__name__  # what follows may quote content
+
+
+def text_of(result: CallToolResult) -> str:
+    """The text of an answer, without what is no text."""
+    return "".join(getattr(block, "text", "") for block in result.content)
 
 
 def _is_late(error: BaseException) -> bool:

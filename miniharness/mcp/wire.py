@@ -10,6 +10,7 @@ KEY_META = "io.github.miniharness/operation-key"
 """What a request carries in its `_meta` beside its arguments; MCP has no words of its own for either."""
 
 RECOVERABLE = "io.github.miniharness/recoverable"
+VERSION = 1  # of that extension
 OUTCOME_METHOD = "io.github.miniharness/outcome"
 REPLAYED_META = "io.github.miniharness/replayed"
 """The extension of docs/recoverable-tools.md, also in the `_meta` of its tools; its method; the mark of a replay."""

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from miniharness.contract import text_fault
 from miniharness.errors import HarnessError, StoreError, UsageError
-from miniharness.mcp.wire import EPOCH_META, KEY_META, OUTCOME_METHOD, RECOVERABLE, REPLAYED_META
+from miniharness.mcp.wire import EPOCH_META, KEY_META, OUTCOME_METHOD, RECOVERABLE, REPLAYED_META, VERSION
 from miniharness.server.outcomes import Operation, Outcomes, Refused
 
 Request = ServerRequestContext[Any, Any]
@@ -58,7 +58,7 @@ class OutcomeMethod(Extension):
 
     def settings(self) -> dict[str, Any]:
         """What the server says of the extension."""
-        return {"version": 1}
+        return {"version": VERSION}
 
     def methods(self) -> Sequence[MethodBinding]:
         """The one method."""
@@ -170,7 +170,7 @@ class Recoverable(OutcomeMethod):
 
 def marker(key: str | None = None) -> dict[str, Any]:
     """The `_meta` of a tool that keeps the contract; `key` is the argument with the operation key, if it is one."""
-    return {RECOVERABLE: {"version": 1} | ({"key": key} if key else {})}
+    return {RECOVERABLE: {"version": VERSION} | ({"key": key} if key else {})}
 
 
 def operation(request: Request, key: str | None = None) -> Operation:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from miniharness.errors import Misdeclared, ToolUnavailable
 from miniharness.mcp.declared import LookUp
 from miniharness.mcp.session import CallFailed, Session
-from miniharness.mcp.wire import OUTCOME_METHOD, RECOVERABLE
+from miniharness.mcp.wire import OUTCOME_METHOD, RECOVERABLE, VERSION
 
 if TYPE_CHECKING:
     from mcp.types import Tool
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 CLEAN = ("invalid", "conflict", "stale", "refused")
 """The codes of errors that certainly changed nothing."""
 
-VERSION = 1
 METHOD_NOT_FOUND = -32601  # JSON-RPC
 NEXT = "declare key and look_up for it instead of outcome, or use a server that does"
 

@@ -18,7 +18,7 @@ from miniharness.engine import Json
 from miniharness.errors import Misdeclared, ToolUnavailable, UsageError
 from miniharness.mcp.child import Child
 from miniharness.mcp.declared import Declaration, DeclaredTool, LookUp, Query
-from miniharness.mcp.session import CallFailed, Session, http_session, stdio_session
+from miniharness.mcp.session import CallFailed, Session, http_session, stdio_session, text_of
 from miniharness.mcp.wire import Limits
 from miniharness.tools import config, outcome, references
 from miniharness.tools.target import Target
@@ -201,16 +201,12 @@ def _content(result: CallToolResult, look_up: config.LookUp) -> Any:
         if result.structured_content is None:
             raise ValueError('it has no structured content; set reads = "json" or "text"')
         return result.structured_content
-    text = _text(result)
+    text = text_of(result)
     if look_up.reads == "json":
         return json.loads(text)
     if look_up.valid and not re.search(look_up.valid, text):
         raise ValueError("its text does not match `valid`")
     return [row.groupdict() for row in re.finditer(look_up.rows, text)] if look_up.rows else text
-
-
-def _text(result: CallToolResult) -> str:
-    return "".join(getattr(block, "text", "") for block in result.content)
 
 
 def whole(session: Session, name: str) -> Callable[[CallToolResult], Any]:
@@ -222,7 +218,7 @@ def whole(session: Session, name: str) -> Callable[[CallToolResult], Any]:
         if validator and not validator.is_valid(result.structured_content):
             raise ValueError("the structured content breaks the tool's output schema")
         content = result.structured_content
-        return content if content is not None else _text(result)
+        return content if content is not None else text_of(result)
 
     return read
 
